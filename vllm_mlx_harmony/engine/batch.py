@@ -9,7 +9,7 @@ Steps run one ahead: while Python looks at the ids of one step, the device compu
 no answer may be longer (``max_tokens``): a prompt that arrives then would wait for it. The first id
 of a new row is the last of its prompt. Everything runs on the engine's thread.
 
-Short prompts that wait are computed in one pass, too (`computed_together`), and their caches, which
+Short prompts that wait are computed in one pass, too (`prefill_together`), and their caches, which
 are those of a batch then, stay together: the prompts become rows at once.
 
 **Several ids in one step** (``Options.speculate``). A step reads all weights for one id; several
@@ -257,11 +257,11 @@ class Batch:
         self.rows = [rows[at] for at in stay]
 
 
-def computed_together(
+def prefill_together(
     model: Model, prompts: Sequence[Layers], inputs: Sequence[Sequence[int]]
 ) -> Layers:
-    """The caches of a batch: those of ``prompts``, which are emptied, and the ids that follow in
-    each, ``inputs``, computed in one pass.
+    """Computes ``inputs``, which follow in each of ``prompts``, in one pass. Returns the caches of
+    a batch; those of the prompts are emptied.
 
     As mlx-lm's ``BatchGenerator`` does it: what each holds is padded on the left, what is computed
     on the right, and then turned around, so that all padding is on the left.

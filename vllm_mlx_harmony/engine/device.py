@@ -76,7 +76,7 @@ class Metal:
         self._limits: MemoryLimits | None = None
         self._before = (0, 0, 0)
         self._wired = False
-        self._computed = 0.0
+        self._last_used = 0.0
 
     def weight_bytes(self) -> int:
         """Bytes of the weights of all models of this process."""
@@ -112,34 +112,35 @@ class Metal:
         if self._limits is None:
             self._before = before
         self._limits = replace(limits, wired=wired)
-        self._wired, self._computed = True, time.monotonic()
+        self._wired, self._last_used = True, time.monotonic()
 
-    def computing(self) -> None:
-        """To be called when a model computes: what `release` has released is wired again."""
+    def keep_wired(self) -> None:
+        """To be called when a model computes: what `unwire_when_idle` has released is wired
+        again."""
         if self._limits is None:
             return
-        self._computed = time.monotonic()
+        self._last_used = time.monotonic()
         if not self._wired:
             with self._lock:
                 mx.set_wired_limit(self._limits.wired)
                 self._wired = True
 
-    def release(self) -> float | None:
+    def unwire_when_idle(self) -> float | None:
         """Releases wired memory if no model has computed for `UNWIRE_SECONDS` seconds: other
         programs can have it then. Returns the seconds after which to ask again; ``None``: nothing
         is wired."""
         with self._lock:
             if not self._wired:
                 return None
-            left = self._computed + UNWIRE_SECONDS - time.monotonic()
+            left = self._last_used + UNWIRE_SECONDS - time.monotonic()
             if left <= 0:
                 mx.set_wired_limit(self._before[0])
                 self._wired = False
             return left if left > 0 else None
 
 
-class Turns:
-    """Who uses the device: engines that compute at once, or one that measures alone.
+class DeviceLock:
+    """Who uses the device: engines that share it, or one that measures what it does alone.
 
     mlx counts memory and Metal runs work of all threads together, so what an engine measures while
     another computes is the other's, too.
@@ -149,39 +150,39 @@ class Turns:
         """``settle`` waits for what its thread has started: steps run ahead of Python."""
         self._settle = settle
         self._changed = threading.Condition()
-        self._computing: set[Hashable] = set()
-        self._measuring = False  # or about to, as soon as nothing is computed
+        self._shared: set[Hashable] = set()
+        self._exclusive = False  # or about to be, as soon as no engine shares it
 
-    def compute(self, engine: Hashable) -> None:
-        """To be called on an engine's thread before each piece of its work: from now on it
-        computes, until it calls `rest`. Waits while another one measures."""
-        if self._measuring:
-            self.rest(engine)
+    def share(self, engine: Hashable) -> None:
+        """To be called on an engine's thread before each piece of its work: it may compute until it
+        calls `release`. Waits while another one has the device alone."""
+        if self._exclusive:
+            self.release(engine)
         with self._changed:
-            self._changed.wait_for(lambda: not self._measuring or engine in self._computing)
-            self._computing.add(engine)
+            self._changed.wait_for(lambda: not self._exclusive or engine in self._shared)
+            self._shared.add(engine)
 
-    def rest(self, engine: Hashable) -> None:
+    def release(self, engine: Hashable) -> None:
         """The engine has nothing to compute now, if it had."""
-        if engine in self._computing:
+        if engine in self._shared:
             try:
                 self._settle()
             finally:
                 with self._changed:
-                    self._computing.discard(engine)
+                    self._shared.discard(engine)
                     self._changed.notify_all()
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Meanwhile, no engine computes. Only one may measure at a time (`loading`)."""
+    def exclusive(self) -> Iterator[None]:
+        """Meanwhile, no engine computes. Only one thread may ask for it at a time (`loading`)."""
         with self._changed:
-            self._measuring = True
-            self._changed.wait_for(lambda: not self._computing)
+            self._exclusive = True
+            self._changed.wait_for(lambda: not self._shared)
         try:
             yield
         finally:
             with self._changed:
-                self._measuring = False
+                self._exclusive = False
                 self._changed.notify_all()
 
 
@@ -246,8 +247,8 @@ def exhausted(error: BaseException) -> bool:
 
 _metal = Metal()
 weight_bytes, add_weights = _metal.weight_bytes, _metal.add_weights
-computing, release = _metal.computing, _metal.release
+keep_wired, unwire_when_idle = _metal.keep_wired, _metal.unwire_when_idle
 
-turns = Turns()
+lock = DeviceLock()
 loading = threading.Lock()
 """Held while a model is loaded and measured: what one allocates is not another one's."""

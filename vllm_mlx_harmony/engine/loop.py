@@ -36,7 +36,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device, measure_costs, pieces
-from vllm_mlx_harmony.engine.batch import Batch, computed_together
+from vllm_mlx_harmony.engine.batch import Batch, prefill_together
 from vllm_mlx_harmony.engine.drafts import Drafts
 from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, drop_outside_windows, evaluate
@@ -132,7 +132,7 @@ class EngineLoop:
         self._out: defaultdict[asyncio.AbstractEventLoop, list[tuple[Request, Item]]]
         self._out = defaultdict(list)
         self._shapes: pieces.Shapes = []
-        self._computed = 0
+        self._ids_since_clear = 0
         self._reported = 0.0
         self._changed = False
         """Whether a request has ended since the last status."""
@@ -214,7 +214,7 @@ class EngineLoop:
                 self.options.utilization,
                 self.options.wired,
             )
-            with device.turns.measuring():
+            with device.lock.exclusive():
                 self._measure(module)
                 mx.clear_cache()
         self.publish()
@@ -251,14 +251,14 @@ class EngineLoop:
         """Ends all requests and unloads in one call; a request arriving between two calls would
         never end."""
         self.abandon()
-        device.turns.compute(self)  # what is freed meanwhile would falsify a measurement
+        device.lock.share(self)  # what is freed meanwhile would falsify a measurement
         self.cache.close()
         self.module, self.loaded = Module(), False
         self.cache, self._shapes = PrefixCache(self.module), []
         device.add_weights(-self.weight_bytes)
         self.weight_bytes = 0
         mx.clear_cache()
-        device.turns.rest(self)
+        device.lock.release(self)
         self.publish()
 
     def abandon(self, error: BaseException | None = None) -> None:
@@ -273,7 +273,7 @@ class EngineLoop:
         self.batches, self.scheduler = [], Scheduler(self.options.limits)
         self.publish()
         self._deliver()
-        device.turns.rest(self)  # last: it fails with a device that has failed
+        device.lock.release(self)  # last: it fails with a device that has failed
 
     # --- On the thread: requests
 
@@ -387,11 +387,11 @@ class EngineLoop:
     def work(self) -> float | None:
         self._too_long = inf
         if self.requests:
-            self._take_turn()
-            device.computing()
+            self._share_device()
+            device.keep_wired()
         decision = self.scheduler.next(time.perf_counter(), self._make_room)
         # Not while prompts only wait: they may wait for what the cache writes.
-        with self.cache.computing() if decision is not None else nullcontext():
+        with self.cache.writing_slowly() if decision is not None else nullcontext():
             match decision:
                 case Begin(number):
                     with self._failing([self.requests[number]]):
@@ -403,8 +403,8 @@ class EngineLoop:
                         self._compute(requests, ids)
                 case ScheduledStep():
                     self._step()
-            if self._computed >= CLEAR_POOL_EVERY:
-                self._computed = 0
+            if self._ids_since_clear >= CLEAR_POOL_EVERY:
+                self._ids_since_clear = 0
                 mx.clear_cache()
             self._report()
             age = time.perf_counter() - self.published.at
@@ -414,24 +414,24 @@ class EngineLoop:
         if decision is not None:
             return 0
         try:
-            device.turns.rest(self)
+            device.lock.release(self)
         except Exception as error:  # noqa: BLE001 - of a step ahead, whose answer has ended
             logger.error("a step failed that no answer needed: %s", error)
         if not self.requests:
             mx.clear_cache()  # nobody needs what is left in mlx's pool
-            return device.release()
+            return device.unwire_when_idle()
         return POLL_SECONDS
 
-    def _take_turn(self) -> None:
+    def _share_device(self) -> None:
         """Waits while another model is measured. What runs ahead is computed before, and answers
         end if that fails."""
         try:
-            device.turns.compute(self)
+            device.lock.share(self)
         except Exception as error:  # noqa: BLE001 - of the device, whatever it is
             for batch in self.batches:
                 batch.rows = []
             self._fail((), error)
-            device.turns.compute(self)
+            device.lock.share(self)
 
     def _settle(self) -> None:
         """Waits for the steps that run ahead: neither their time nor their errors are those of the
@@ -515,12 +515,12 @@ class EngineLoop:
             evaluate(layers)
         else:
             prompts = [request.layers or [] for request in requests]
-            layers = computed_together(self.module, prompts, chunks)
+            layers = prefill_together(self.module, prompts, chunks)
             for request in requests:
                 request.layers = None
             requests[0].layers = layers  # of all of them, until they are rows
         computed = sum(map(len, chunks))
-        self._computed += computed
+        self._ids_since_clear += computed
         for row, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
             request.computed_ids += len(chunk)
             self._store(request, layers, row)
@@ -620,7 +620,7 @@ class EngineLoop:
                     for request in ended:
                         self._forget(request)
         self.totals = replace(self.totals, steps=self.totals.steps + 1)
-        self._computed += IDS_PER_STEP
+        self._ids_since_clear += IDS_PER_STEP
         self.scheduler.step_done(time.perf_counter() - started)
 
 

@@ -240,9 +240,9 @@ class PrefixCache:
         """How many ids of a sequence are in memory."""
         return self._tree.match_length(self._owners(tenant), pack((*ids, 0))) if self.enabled else 0
 
-    def computing(self) -> AbstractContextManager[None]:
-        """While the engine computes: the disk writes slowly."""
-        return nullcontext() if self._disk is None else self._disk.computing()
+    def writing_slowly(self) -> AbstractContextManager[None]:
+        """To be held while the engine computes, which writing to the disk would slow down."""
+        return nullcontext() if self._disk is None else self._disk.writing_slowly()
 
     def make_room(self, nbytes: int, *, writing: bool = True) -> bool:
         """Evicts pieces to free ``nbytes`` bytes, or none if all together are too few; returns

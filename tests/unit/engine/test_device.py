@@ -13,7 +13,14 @@ pytest.importorskip("mlx.core")
 import mlx.core as mx
 
 from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.engine.device import MARGIN, POOL, UNWIRE_SECONDS, MemoryLimits, Metal, Turns
+from vllm_mlx_harmony.engine.device import (
+    MARGIN,
+    POOL,
+    UNWIRE_SECONDS,
+    DeviceLock,
+    MemoryLimits,
+    Metal,
+)
 from vllm_mlx_harmony.engine.memory import layout_of
 
 GB, GIB = 10**9, 1 << 30
@@ -151,64 +158,64 @@ def test_setting_limits_wired_memory(metal: Device, value: int | None, wired: in
     models.add_weights(10 * GB, 2 * GB, 0.9, value)
     assert metal.wired == wired
     metal.now += UNWIRE_SECONDS
-    assert models.release() is None
-    models.computing()
+    assert models.unwire_when_idle() is None
+    models.keep_wired()
     assert metal.wired == wired
 
 
 def test_wired_memory_is_released_after_idle_time(metal: Device) -> None:
     models = Metal()
-    assert models.release() is None, "nothing is loaded"
+    assert models.unwire_when_idle() is None, "nothing is loaded"
     models.add_weights(10 * GB, 2 * GB, 0.9)
     wired = metal.wired
     metal.now += UNWIRE_SECONDS - 100
-    assert models.release() == 100
-    models.computing()
-    assert models.release() == UNWIRE_SECONDS
+    assert models.unwire_when_idle() == 100
+    models.keep_wired()
+    assert models.unwire_when_idle() == UNWIRE_SECONDS
     metal.now += UNWIRE_SECONDS
     assert metal.wired == wired, "as long as nobody asks"
-    assert models.release() is None and metal.wired == BEFORE[0]
-    assert models.release() is None
+    assert models.unwire_when_idle() is None and metal.wired == BEFORE[0]
+    assert models.unwire_when_idle() is None
     metal.set.clear()
     for _ in range(3):
-        models.computing()
+        models.keep_wired()
     assert metal.wired == wired and metal.set == ["wired"]
-    assert models.release() == UNWIRE_SECONDS
+    assert models.unwire_when_idle() == UNWIRE_SECONDS
     metal.now += UNWIRE_SECONDS
-    assert models.release() is None
+    assert models.unwire_when_idle() is None
     models.add_weights(5 * GB, 2 * GB, 0.9)
     assert metal.wired == wired + 5 * GB, "a model that is loaded is about to compute"
     models.add_weights(-15 * GB)
     assert metal.limits == BEFORE
-    models.computing()
-    assert metal.limits == BEFORE and models.release() is None
+    models.keep_wired()
+    assert metal.limits == BEFORE and models.unwire_when_idle() is None
 
 
 def test_no_limits_are_set_without_metal(metal: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_metal", lambda: False)
     models = Metal()
     models.add_weights(10 * GB, 2 * GB, 0.9)
-    models.computing()
-    assert models.release() is None
+    models.keep_wired()
+    assert models.unwire_when_idle() is None
     models.add_weights(-10 * GB)
     assert metal.set == []
 
 
 def test_measurement_waits_for_running_work_and_runs_alone() -> None:
     settled, order = list[str](), list[str]()
-    turns = Turns(lambda: settled.append(threading.current_thread().name))
+    lock = DeviceLock(lambda: settled.append(threading.current_thread().name))
     started, go = threading.Event(), threading.Event()
 
     def compute() -> None:
-        turns.compute("first")
+        lock.share("first")
         started.set()
         go.wait(10)
-        turns.compute("first")
+        lock.share("first")
         order.append("computed")
-        turns.rest("first")
+        lock.release("first")
 
     def measure() -> None:
-        with turns.measuring():
+        with lock.exclusive():
             order.append("measures")
             time.sleep(0.05)
             order.append("has measured")
@@ -225,7 +232,7 @@ def test_measurement_waits_for_running_work_and_runs_alone() -> None:
         thread.join(10)
     assert order == ["measures", "has measured", "computed"]
     assert settled == ["first", "first"]
-    turns.rest("first")
+    lock.release("first")
     assert settled == ["first", "first"], "it has nothing to wait for"
 
 
@@ -233,11 +240,11 @@ def test_failed_engine_blocks_nobody() -> None:
     def fail() -> None:
         raise RuntimeError("the device is gone")
 
-    turns = Turns(fail)
-    turns.compute("first")
+    lock = DeviceLock(fail)
+    lock.share("first")
     with pytest.raises(RuntimeError):
-        turns.rest("first")
-    with pytest.raises(ZeroDivisionError), turns.measuring():
+        lock.release("first")
+    with pytest.raises(ZeroDivisionError), lock.exclusive():
         raise ZeroDivisionError
-    turns.compute("second")
-    assert turns._computing == {"second"}
+    lock.share("second")
+    assert lock._shared == {"second"}

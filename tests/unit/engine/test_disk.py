@@ -324,7 +324,7 @@ def test_writes_are_throttled_while_engine_computes(
         disk.clear()
         slept.clear()
         if busy:
-            with disk.computing():
+            with disk.writing_slowly():
                 write(disk, pieces[:1])
         else:
             write(disk, pieces[:1])
@@ -349,7 +349,7 @@ def test_clear_removes_pieces_and_turns(disk: DiskCache, pieces: list[Piece]) ->
     write(disk, pieces)
     disk.put(b"k", TURN)
     assert flushed(disk)
-    with disk.computing():
+    with disk.writing_slowly():
         disk.offer(b"other", pack(IDS), *offer_arguments(pieces))
         disk.clear()
     assert flushed(disk)

@@ -367,7 +367,7 @@ def test_failed_step_ahead_does_not_end_engine(
         if failing and failing.pop():
             raise TIMEOUT
 
-    monkeypatch.setattr(device.turns, "_settle", settle)
+    monkeypatch.setattr(device.lock, "_settle", settle)
 
     async def answer_while_measured() -> Any:
         task = asyncio.ensure_future(answer(engine, words(1, 50), max_tokens=10_000))
@@ -378,7 +378,7 @@ def test_failed_step_ahead_does_not_end_engine(
         return await asyncio.gather(task, return_exceptions=True)
 
     def measure() -> None:
-        with device.turns.measuring():
+        with device.lock.exclusive():
             pass
 
     try:
@@ -539,7 +539,7 @@ def test_dead_thread_ends_all_requests(
     engine.loop.scheduler.next = broken  # type: ignore[method-assign, assignment]
     with monkeypatch.context() as patched:
         if device_fails:
-            patched.setattr(device.turns, "_settle", broken)
+            patched.setattr(device.lock, "_settle", broken)
         for _ in range(2):
             with pytest.raises(HarmonyFailure) as error:
                 run(answer(engine, words(3, 50)))
@@ -840,7 +840,7 @@ def test_model_is_measured_while_others_pause(
         assert len(step_counts) == 2 and all(before == after for before, after in step_counts)
     finally:
         first.close()
-    assert not device.turns._computing
+    assert not device.lock._shared
 
 
 def test_wired_memory_is_released_while_idle(
@@ -849,12 +849,12 @@ def test_wired_memory_is_released_while_idle(
     """The engine polls as the device says until nothing is wired, and again after a request."""
     callers, computed, answers = list[str](), list[str](), [0.01, 0.01, None, 0.01, None]
 
-    def release() -> float | None:
+    def unwire() -> float | None:
         callers.append(threading.current_thread().name)
         return answers.pop(0) if answers else None
 
-    monkeypatch.setattr(device, "release", release)
-    monkeypatch.setattr(device, "computing", lambda: computed.append("computing"))
+    monkeypatch.setattr(device, "unwire_when_idle", unwire)
+    monkeypatch.setattr(device, "keep_wired", lambda: computed.append("computing"))
     engine = open_engine(tiny, speculate="off")  # a step for each id
 
     def wait(count: int) -> None:

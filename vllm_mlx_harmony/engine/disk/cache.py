@@ -160,10 +160,11 @@ class DiskCache:
         """Keys of pieces that are on the disk or in the queue, as far as this process knows. When
         another process has removed some, it is emptied: all are offered again."""
         self._turns: set[bytes] = set()
-        self._computing, self._computed = 0, 0.0
+        self._engines_busy, self._last_busy = 0, 0.0
         self._lock = threading.Lock()
-        """Guards ``_waiting``, ``_jobs``, ``_used`` and ``_computing``. Engines' threads take it:
-        it is held only briefly. Sets are changed one key at a time, and counters may miss one."""
+        """Guards ``_waiting``, ``_jobs``, ``_used`` and ``_engines_busy``. Engines' threads take
+        it: it is held only briefly. Sets are changed one key at a time, and counters may miss
+        one."""
         self._changing = threading.RLock()
         """Guards which index is open, and clearing it."""
         self._generation = 0
@@ -248,16 +249,16 @@ class DiskCache:
     # --- Writing
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """While an engine computes: the writer is slowed down."""
+    def writing_slowly(self) -> Iterator[None]:
+        """To be held while an engine computes, which the writer would slow down."""
         with self._lock:
-            self._computing += 1
+            self._engines_busy += 1
         try:
             yield
         finally:
             with self._lock:
-                self._computing -= 1
-                self._computed = time.monotonic()
+                self._engines_busy -= 1
+                self._last_busy = time.monotonic()
 
     def offer(
         self,
@@ -424,7 +425,7 @@ class DiskCache:
                 spent = time.perf_counter() - began
                 self._counters.write_seconds += spent
                 size += part.nbytes
-                busy = self._computing > 0 or time.monotonic() - self._computed < LINGER
+                busy = self._engines_busy > 0 or time.monotonic() - self._last_busy < LINGER
                 if busy and not self._closing:
                     time.sleep(min(spent / WRITE_DUTY_CYCLE, 1.0))
         return size, crc
