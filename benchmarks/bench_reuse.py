@@ -27,7 +27,7 @@ from bench_table import Row, printed
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine import resources
-from vllm_mlx_harmony.engine.prefix_tree import Counters, PrefixTree
+from vllm_mlx_harmony.engine.prefix_tree import PrefixTree, TreeCounters
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine
 
@@ -173,7 +173,9 @@ async def ask(engine: Any, kind: str, prompt: list[int]) -> Answer:
     return Answer(len(prompt) - cached, first)
 
 
-async def run(kind: str, model: Path, prompts: list[list[int]]) -> tuple[list[Answer], Counters]:
+async def run(
+    kind: str, model: Path, prompts: list[list[int]]
+) -> tuple[list[Answer], TreeCounters]:
     """All prompts, one after another, on an engine that is warm; what our memory holds then."""
     with plugged() as tree:
         engine = make(kind, model)

@@ -41,7 +41,13 @@ from vllm_mlx_harmony.engine.masks import Masking
 from vllm_mlx_harmony.engine.memory import may_be_padded
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, Model, evaluate, trim
 from vllm_mlx_harmony.engine.request import Request
-from vllm_mlx_harmony.engine.sampler import State, accepted, draw, draw_ahead, log_probabilities
+from vllm_mlx_harmony.engine.sampler import (
+    SamplerState,
+    accepted,
+    draw,
+    draw_ahead,
+    log_probabilities,
+)
 from vllm_mlx_harmony.engine.step_costs import WIDTHS, Costs
 from vllm_mlx_harmony.engine_api.engine import Origin
 
@@ -218,7 +224,7 @@ class Batch:
         return found + self._accept(draft, drawn, states, is_copy=is_copy)
 
     def _accept(
-        self, draft: Sequence[int], drawn: mx.array, states: Sequence[State], *, is_copy: bool
+        self, draft: list[int], drawn: mx.array, states: list[SamplerState], *, is_copy: bool
     ) -> list[int]:
         """The ids of ``draft`` that agree with those that were ``drawn``. The caches and the
         sampler forget the others, and the next id is known."""
@@ -238,7 +244,7 @@ class Batch:
             request.accepted += right
             request.rejected += len(draft) - right
         self.pending, self.known = drawn[right : right + 1], tokens[right]
-        return list(draft[:right])
+        return draft[:right]
 
     def remove(self, removed: Collection[Request]) -> None:
         """Removes rows; the others continue."""

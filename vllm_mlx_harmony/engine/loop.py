@@ -210,7 +210,7 @@ class EngineLoop:
             self.module, self.loaded = module, True
             device.add_weights(
                 self.weight_bytes,
-                self.cache.status().budget,
+                self.cache.counters().budget,
                 self.options.utilization,
                 self.options.wired,
             )

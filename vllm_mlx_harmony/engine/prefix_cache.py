@@ -29,13 +29,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine import pieces
-from vllm_mlx_harmony.engine.disk import cache as disk_cache
 from vllm_mlx_harmony.engine.disk import identity
-from vllm_mlx_harmony.engine.disk.cache import DiskCache, Loaded
+from vllm_mlx_harmony.engine.disk.cache import DiskCache, DiskCounters, Loaded
 from vllm_mlx_harmony.engine.disk.index import Row
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
 from vllm_mlx_harmony.engine.pieces import Misaligned, Piece
-from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Counters, PrefixTree, pack
+from vllm_mlx_harmony.engine.prefix_tree import WIDTH, PrefixTree, TreeCounters, pack
 
 logger = logging.getLogger(__name__)
 
@@ -101,24 +100,14 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Reused:
-    """What a model reused: prompts and their ids."""
+class CacheCounters(TreeCounters):
+    """What this model reused, in prompts and ids; what memory and ``disk`` hold, of all."""
 
     hits: int = 0
     misses: int = 0
     tokens_reused: int = 0
     tokens_new: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Status(Counters):
-    """What this model reused; and what memory and ``disk`` hold, of all models."""
-
-    hits: int = 0
-    misses: int = 0
-    tokens_reused: int = 0
-    tokens_new: int = 0
-    disk: disk_cache.Counters | None = None
+    disk: DiskCounters | None = None
 
 
 class PrefixCache:
@@ -149,7 +138,7 @@ class PrefixCache:
             self._disk = disk
             layout = identity.of_layout(model.__class__.__name__, windows)
             self._root = partial(identity.root, weights_digest, layout)
-        self._reused = Reused()
+        self._reused = CacheCounters()
 
     def lookup(self, ids: Iterable[int], tenant: str) -> Match:
         """How much of a prompt is cached. Never its last id: something must be left to compute.
@@ -213,11 +202,12 @@ class PrefixCache:
                     cached = known
             new = len(match.sequence) // WIDTH - cached
             before = self._reused
-            self._reused = Reused(
-                before.hits + bool(cached),
-                before.misses + (not cached),
-                before.tokens_reused + cached,
-                before.tokens_new + new,
+            self._reused = replace(
+                before,
+                hits=before.hits + bool(cached),
+                misses=before.misses + (not cached),
+                tokens_reused=before.tokens_reused + cached,
+                tokens_new=before.tokens_new + new,
             )
         return layers or make_prompt_cache(self._model), cached
 
@@ -265,10 +255,10 @@ class PrefixCache:
         self.enabled = False
         self._tree.forget(lambda owner: isinstance(owner, tuple) and owner[0] is self._id)
 
-    def status(self) -> Status:
+    def counters(self) -> CacheCounters:
         """The counters now, without waiting for another thread."""
         disk = None if self._disk is None else self._disk.counters()
-        return Status(**asdict(self._tree.counters()), **asdict(self._reused), disk=disk)
+        return replace(self._reused, **asdict(self._tree.counters()), disk=disk)
 
     def _owners(self, tenant: str) -> Sequence[Hashable]:
         return (self._id, tenant), (self._id, SHARED_TENANT)

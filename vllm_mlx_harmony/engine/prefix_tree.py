@@ -47,7 +47,7 @@ def pack(ids: Iterable[int]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class TreeCounters:
     """What a tree holds. ``refused`` values did not fit together with those that they continue."""
 
     evictions: int = 0
@@ -95,10 +95,10 @@ class PrefixTree(Generic[T]):
         self._lock = threading.Lock()
         self._nbytes = self._evictions = self._refused = 0
 
-    def counters(self) -> Counters:
+    def counters(self) -> TreeCounters:
         """The counters now, without waiting for another thread."""
         segments = len(self._order)
-        return Counters(self._evictions, self._refused, segments, self._nbytes, self._budget)
+        return TreeCounters(self._evictions, self._refused, segments, self._nbytes, self._budget)
 
     def find(self, owners: Sequence[Hashable], sequence: bytes) -> tuple[int, tuple[T, ...]]:
         """The length in ids of the longest cached prefix that is shorter than ``sequence``, and

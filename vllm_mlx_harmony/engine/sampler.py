@@ -36,7 +36,7 @@ from vllm_mlx_harmony.core.deltas import LOWEST_LOGPROB
 from vllm_mlx_harmony.engine.masks import LogitsMask, Masking
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 
-State: TypeAlias = "tuple[int, tuple[Any, ...], mx.array | None, mx.array | None]"
+SamplerState: TypeAlias = "tuple[int, tuple[Any, ...], mx.array | None, mx.array | None]"
 """What the next draw of a sequence depends on: see ``Sampler.state``."""
 
 MIN_TEMPERATURE = 1e-5
@@ -127,12 +127,12 @@ class Sampler:
         return logits
 
     @property
-    def state(self) -> State:
+    def state(self) -> SamplerState:
         """What the next draw depends on: assigning an earlier one forgets what came after it."""
         return self._steps, self._random.getstate(), self._counts, self._in_text
 
     @state.setter
-    def state(self, state: State) -> None:
+    def state(self, state: SamplerState) -> None:
         self._steps, key, self._counts, self._in_text = state
         self._random.setstate(key)
 
@@ -174,7 +174,7 @@ def draw_ahead(
     draft: Sequence[int],
     masks: Sequence[Masking],
     logits: mx.array,
-) -> tuple[mx.array, list[State]]:
+) -> tuple[mx.array, list[SamplerState]]:
     """The id after ``run`` and the id after each id of ``draft``, as if all before it were drawn.
 
     ``run`` is the id that was drawn last, or the prompt's, and those forced after it. ``logits``

@@ -29,7 +29,7 @@ SECONDS = 0.5
 SHOWN_AFTER_SECONDS = 1.0
 """Seconds that a request has to wait before it is shown."""
 
-Status = Callable[[], "list[tuple[str, list[RequestStatus]]]"]
+Statuses = Callable[[], "list[tuple[str, list[RequestStatus]]]"]
 """The requests of each model that is loaded, by its name."""
 
 
@@ -102,7 +102,7 @@ def _logs_json() -> bool:
 _started = threading.Lock()
 
 
-def start(status: Status, *, enabled: bool) -> None:
+def start(statuses: Statuses, *, enabled: bool) -> None:
     """Shows what waits from now on, if that is ``enabled`` and there is a terminal to show it on.
     Once for a process."""
     terminal = sys.stderr
@@ -112,17 +112,17 @@ def start(status: Status, *, enabled: bool) -> None:
         return
     line = StatusLine(terminal)
     threading.Thread(
-        target=_watch, args=(line, terminal, status), name="status line", daemon=True
+        target=_watch, args=(line, terminal, statuses), name="status line", daemon=True
     ).start()
     atexit.register(line.show, "")
 
 
-def _watch(line: StatusLine, terminal: TextIO, status: Status) -> None:
+def _watch(line: StatusLine, terminal: TextIO, statuses: Statuses) -> None:
     pause, shown = threading.Event(), ""
     while not pause.wait(SECONDS):
         with suppress(Exception):  # the terminal may be gone; one failed poll must not end the line
             in_foreground = os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-            now = text(status()) if in_foreground and not _logs_json() else ""
+            now = text(statuses()) if in_foreground and not _logs_json() else ""
             if now or shown:
                 line.show(now)
             shown = now

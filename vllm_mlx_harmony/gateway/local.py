@@ -28,12 +28,12 @@ from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Sampling
 from vllm_mlx_harmony.engine import (
     device,
+    exposition,
     loading,
     mlx_lm_names,
     resources,
-    state,
+    startup_lines,
     status_line,
-    summary,
 )
 from vllm_mlx_harmony.engine.mlx_engine import MlxEngine
 from vllm_mlx_harmony.engine.prefix_cache import SHARED_TENANT
@@ -143,29 +143,29 @@ class LocalGateway(Gateway):
         return [{"url": f"{LOCAL}{self._source}", "up": up, "health": health, "problem": problem}]
 
     def sections(self) -> list[Section]:
-        return [*state.sections(self._models)]
+        return [*exposition.sections(self._models)]
 
     @property
     def _models(self) -> list[tuple[str, MlxEngine]]:
         return [(self.settings.model, self.model)]
 
     async def _status(self, _: Request) -> Response:
-        return JSONResponse(state.document(self._models))
+        return JSONResponse(exposition.document(self._models))
 
     async def _cache(self, _: Request) -> Response:
-        return JSONResponse({"engine_cache": state.cache_counters(self.model)})
+        return JSONResponse({"engine_cache": exposition.cache_counters(self.model)})
 
     async def _clear(self, _: Request) -> Response:
         await resources.clear()
-        return JSONResponse({"status": "cleared", "engine_cache": state.CLEARED})
+        return JSONResponse({"status": "cleared", "engine_cache": exposition.CLEARED})
 
 
 def start_line(source: str, engine: MlxEngine) -> str:
     """The description of a loaded model for the log."""
-    context = summary.context(engine, length_of(source))
+    context = startup_lines.context(engine, length_of(source))
     return (
-        f"{LOCAL}{source}: {summary.memory(engine)}; context: {context}; "
-        f"prefix cache: {', '.join(summary.prefix_cache())}"
+        f"{LOCAL}{source}: {startup_lines.memory(engine)}; context: {context}; "
+        f"prefix cache: {', '.join(startup_lines.prefix_cache())}"
     )
 
 
@@ -213,4 +213,4 @@ class _Metrics(Collector):
             ("prefix_cache_bytes", resources.tree().counters().nbytes, "Bytes in memory."),
         ):
             yield GaugeMetricFamily(f"{NAMESPACE}_{name}", about, float(value))
-        yield from state.disk_metrics()
+        yield from exposition.disk_metrics()

@@ -14,7 +14,7 @@ import sys
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.engine import resources, state
+from vllm_mlx_harmony.engine import exposition, resources
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine, serving
@@ -34,14 +34,14 @@ async def caches(request: Request) -> Response:
     if VISION in sys.modules or not isinstance(engine, HarmonyEngine):
         return await forward_to_host(request)
     done = {"status": "cleared"} if clears else {}
-    held = state.CLEARED if clears else engine.get_cache_stats()
+    held = exposition.CLEARED if clears else engine.get_cache_stats()
     missing = f"Cache {'clear' if clears else 'stats'} not available (mlx_vlm not loaded)"
     return JSONResponse({**done, "engine_cache": held, "error": missing})
 
 
 async def status(_: Request) -> Response:
     """``GET /harmony/status``: all requests, with the progress of their prompts, and the steps."""
-    return JSONResponse(state.document(serving()))
+    return JSONResponse(exposition.document(serving()))
 
 
 async def health(request: Request) -> Response:
@@ -53,7 +53,7 @@ async def health(request: Request) -> Response:
 
 def inspected() -> list[Section]:
     """For the inspector: memory and the queue of each model, and what the prefix cache holds."""
-    return state.sections(serving())
+    return exposition.sections(serving())
 
 
 _CACHES = "vllm-mlx's own route imports mlx_vlm on the event loop"

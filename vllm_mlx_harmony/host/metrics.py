@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.registry import Collector
 
-from vllm_mlx_harmony.engine.state import DISK, disk_metrics
+from vllm_mlx_harmony.engine.exposition import DISK, disk_metrics
 from vllm_mlx_harmony.host import tools
 from vllm_mlx_harmony.host.server_globals import server
 

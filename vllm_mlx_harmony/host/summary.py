@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 
 from vllm_mlx_harmony import inspector
-from vllm_mlx_harmony.engine import summary
+from vllm_mlx_harmony.engine import startup_lines
 from vllm_mlx_harmony.engine.mlx_engine import MlxEngine
 from vllm_mlx_harmony.host.entry_points import versions
 from vllm_mlx_harmony.host.server_globals import server
@@ -67,9 +67,9 @@ def show_model(path: str, engine: MlxEngine | None) -> None:
         limits = engine.options.limits
         facts += [
             ("engine", f"up to {min(limits.answers, limits.sequences)} concurrent answers"),
-            ("memory", summary.memory(engine)),
+            ("memory", startup_lines.memory(engine)),
         ]
-    show(*facts, ("context", summary.context(engine, window)))
+    show(*facts, ("context", startup_lines.context(engine, window)))
 
 
 def show(*facts: tuple[str, str]) -> None:
@@ -83,6 +83,6 @@ def show(*facts: tuple[str, str]) -> None:
 
 
 def _common() -> Iterator[tuple[str, str]]:
-    for at, part in enumerate(summary.prefix_cache()):
+    for at, part in enumerate(startup_lines.prefix_cache()):
         yield "" if at else "prefix cache", part
     yield from _flag_lines

@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.stops import StopStrings
 from vllm_mlx_harmony.core.turn import OutputLimits, Sampling
-from vllm_mlx_harmony.engine import device, loading, resources, state, status_line
+from vllm_mlx_harmony.engine import device, exposition, loading, resources, status_line
 from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.mlx_lm_compat import load_tokenizer
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
@@ -261,12 +261,12 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         }
 
     def get_cache_stats(self) -> dict[str, object]:
-        return state.cache_counters(self.engine)
+        return exposition.cache_counters(self.engine)
 
     async def clear_runtime_caches(self) -> dict[str, bool]:
         """Empties the prefix cache, in memory and on disk."""
         await resources.clear()
-        return state.CLEARED
+        return exposition.CLEARED
 
     clear_prefix_cache = clear_runtime_caches
     """The same, under the name that ``DELETE /v1/cache/prefix`` of vllm-mlx calls."""

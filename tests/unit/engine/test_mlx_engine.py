@@ -921,12 +921,12 @@ def test_request_that_finds_no_memory_leaves_prefix_cache(
         engine = open_engine(tiny, cache=reusing())
         try:
             await answer(engine, words(1, 300), max_tokens=2)
-            nbytes = engine.cache.status().nbytes
+            nbytes = engine.cache.counters().nbytes
             request = waiting_for_memory(engine, 10**9, 0.0)
             engine._thread.call(lambda: None)  # it looks for work, and for memory
             with pytest.raises(HostError):
                 await request.next()
-            assert engine.cache.status().nbytes == nbytes > 0
+            assert engine.cache.counters().nbytes == nbytes > 0
         finally:
             engine.close()
 
@@ -941,13 +941,13 @@ def test_prefix_cache_is_evicted_only_if_that_makes_room(
         engine = open_engine(tiny, cache=reusing())
         try:
             await answer(engine, words(1, 300), max_tokens=2)
-            nbytes = engine.cache.status().nbytes
+            nbytes = engine.cache.counters().nbytes
             waiting_for_memory(engine, missing, 0.0)
             assert (
                 nbytes
                 and engine._thread.call(partial(engine.loop._make_room, 99)).result() == evicted
             )
-            assert (engine.cache.status().nbytes < nbytes) == evicted
+            assert (engine.cache.counters().nbytes < nbytes) == evicted
         finally:
             engine.close()
 
@@ -975,7 +975,7 @@ def test_eviction_waits_for_pending_writes(
             fits = partial(engine._thread.call, partial(engine.loop._make_room, 99))
             for _ in range(5):
                 assert not fits().result()
-                assert engine.cache.status().evictions == 1
+                assert engine.cache.counters().evictions == 1
                 assert disk.evicted > 0
 
             def written() -> bool:
@@ -984,7 +984,7 @@ def test_eviction_waits_for_pending_writes(
 
             # In one call, since the engine begins the request as soon as there is memory.
             assert engine._thread.call(written).result()
-            assert engine.cache.status().evictions == 1 and disk.evicted == 0
+            assert engine.cache.counters().evictions == 1 and disk.evicted == 0
         finally:
             may_write.set()
             engine.close()
@@ -1200,8 +1200,8 @@ def test_prefix_cache_gives_way_to_request(tiny: Path, run: Run) -> None:
     try:
         run(answer(engine, words(1, 2000), max_tokens=2))
         budget, cache = engine.budget, engine.cache
-        assert cache.status().nbytes > 0
-        room = device.used() - cache.status().nbytes + budget.work + budget.layout.nbytes(2100)
+        assert cache.counters().nbytes > 0
+        room = device.used() - cache.counters().nbytes + budget.work + budget.layout.nbytes(2100)
         limit(engine, room)
         assert len(run(answer(engine, words(2, 2000), max_tokens=2))) == 2
         assert run(engine.reusable_tokens(words(1, 2000), "")) == 0
@@ -1422,7 +1422,7 @@ def test_slow_disk_does_not_block_prompt(
         for seed in range(4):
             run(answer(engine, words(seed, 600), max_tokens=2))
         budget, long = engine.budget, words(9, 2000)
-        held_bytes = engine.cache.status().nbytes
+        held_bytes = engine.cache.counters().nbytes
         room = device.used() - held_bytes // 2 + budget.work + budget.layout.nbytes(2002)
         limit(engine, room)
         expected = of_mlx_lm(engine, long, 2)

@@ -67,12 +67,12 @@ def test_pieces_are_read_from_disk_after_restart(random_model: Any, disk: DiskCa
     assert again.lookup([*IDS, 1], "").in_memory == 0
     layers, cached = restore(again, [*IDS, 1])
     assert cached == 600 and continue_alike(random_model, layers, computed)
-    assert again.status().segments == 3
+    assert again.counters().segments == 3
     assert restore(again, [*IDS, 2])[1] == 600
     assert disk.counters().hits == 1  # the second time it was in memory
-    status = again.status()
-    assert (status.hits, status.misses) == (2, 0)
-    assert (status.tokens_reused, status.tokens_new) == (1200, 2)
+    counters = again.counters()
+    assert (counters.hits, counters.misses) == (2, 0)
+    assert (counters.tokens_reused, counters.tokens_new) == (1200, 2)
 
 
 def test_tenants_and_models_do_not_share_pieces(model: Any, disk: DiskCache) -> None:
@@ -129,10 +129,10 @@ def test_pieces_of_waiting_prompts_are_evicted_last(
 ) -> None:
     cache = new_cache(model, open_disk() if on_disk else None)
     compute(model, cache, IDS)
-    held = cache.status().nbytes
+    held = cache.counters().nbytes
     compute(model, cache, [7, *IDS])
     match = asyncio.run(cache.load(cache.lookup([*IDS, 1], "")))
-    assert cache.evict(1) > 0 and cache.evict(cache.status().nbytes - held) > 0
+    assert cache.evict(1) > 0 and cache.evict(cache.counters().nbytes - held) > 0
     assert cache.restore(match)[1] == 600
 
 
@@ -271,11 +271,11 @@ def test_piece_evicted_from_memory_stays_on_disk(model: Any, disk: DiskCache) ->
     cache = new_cache(model, disk)
     compute(model, cache, IDS)
     assert flushed(disk)
-    held = cache.status().nbytes
+    held = cache.counters().nbytes
     assert 0 < cache.evict(1) < held
     assert cache.lookup([*IDS, 1], "").in_memory == 500
-    remaining = cache.status().nbytes
-    assert cache.evict(PLENTY) == remaining > 0 and cache.status().nbytes == 0
+    remaining = cache.counters().nbytes
+    assert cache.evict(PLENTY) == remaining > 0 and cache.counters().nbytes == 0
     assert restore(cache, [*IDS, 1])[1] == 600
 
 
@@ -294,7 +294,7 @@ def test_disabled_cache_stores_nothing(model: Any, disk: DiskCache) -> None:
     compute(model, cache, IDS)
     assert not cache.enabled and restore(cache, [*IDS, 1])[1] == 0
     assert flushed(disk) and disk.counters().pieces == 0
-    assert (cache.status().hits, cache.status().misses, cache.status().refused) == (0, 0, 0)
+    assert (cache.counters().hits, cache.counters().misses, cache.counters().refused) == (0, 0, 0)
 
 
 class Other:

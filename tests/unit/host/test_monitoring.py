@@ -12,7 +12,7 @@ pytest.importorskip("vllm_mlx")
 
 from vllm_mlx.metrics import MetricsCollector
 
-from vllm_mlx_harmony.engine import state
+from vllm_mlx_harmony.engine import exposition
 from vllm_mlx_harmony.host import metrics
 
 DASHBOARD = Path(__file__).resolve().parents[3] / "examples" / "monitoring" / "server.json"
@@ -37,7 +37,7 @@ def _names() -> dict[str, tuple[str, ...]]:
     collector.configure(enabled=True)
     assert collector._prom is not None
     labelled = [metric for metric in collector._prom.values() if hasattr(metric, "_labelnames")]
-    disk = {f"{state.DISK}_{name}": () for _, name, *_ in state.OF_DISK}
+    disk = {f"{exposition.DISK}_{name}": () for _, name, *_ in exposition.OF_DISK}
     labelled += [metrics.REASONING_ENDED, metrics.GENERATED, metrics.PREDICTED]
     return {metric._name: metric._labelnames for metric in labelled} | disk
 

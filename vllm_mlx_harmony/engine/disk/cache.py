@@ -86,7 +86,7 @@ class Loaded:
 
 
 @dataclass(slots=True)
-class Counters(Contents):
+class DiskCounters(Contents):
     """What the disk did for this process, and what it held when this process last changed it.
 
     ``hits`` and ``misses`` are prompts of which the disk had more, or no more, than memory;
@@ -144,7 +144,7 @@ class DiskCache:
         self._home = directory / DIRECTORY
         self._pieces = self._home / PIECES
         self._buffer = buffer
-        self._counters = Counters(directory=str(directory), budget=budget, per_day=per_day)
+        self._counters = DiskCounters(directory=str(directory), budget=budget, per_day=per_day)
         self._failing: set[str] = set()
         """Operations that failed and have not succeeded since."""
         self._spent = False
@@ -599,7 +599,7 @@ class DiskCache:
             self._changed([path.name for path in self._pieces.glob(_FILE_PATTERN)])
             self._works("emptying the cache")
 
-    def counters(self) -> Counters:
+    def counters(self) -> DiskCounters:
         """The counters now, without waiting for another thread."""
         paused = self._spent or time.monotonic() < self._paused_until
         found = asdict(self._contents)

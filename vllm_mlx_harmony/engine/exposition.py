@@ -59,7 +59,7 @@ CLEARED: dict[str, bool] = {CACHE: True}
 
 def cache_counters(engine: MlxEngine | None) -> dict[str, object]:
     """``engine_cache`` of ``GET /v1/cache/stats``; without counters unless a model is loaded."""
-    counters = {} if engine is None else asdict(engine.cache.status())
+    counters = {} if engine is None else asdict(engine.cache.counters())
     return {CACHE: {name: value for name, value in counters.items() if value is not None}}
 
 
@@ -119,7 +119,7 @@ OF_DISK = (
     (CounterMetricFamily, "dropped", "dropped", "Pieces and turns that were not written."),
     (CounterMetricFamily, "damaged", "damaged", "Pieces, turns and indexes that were damaged."),
 )
-"""Kind, name, field of ``disk.cache.Counters`` and meaning. Counters get the suffix ``_total``."""
+"""Kind, name, field of `DiskCounters` and meaning. Counters get the suffix ``_total``."""
 
 
 def disk_metrics() -> Iterator[Metric]:
