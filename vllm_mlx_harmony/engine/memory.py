@@ -75,7 +75,7 @@ class Layout:
         )
 
     def piece(self, ids: int) -> int:
-        """Bytes of so many ids in the prefix cache."""
+        """Bytes of ``ids`` ids in the prefix cache."""
         return ids * self.per_id + sum(min(length, ids) * nbytes for length, nbytes in self.windows)
 
     def longest(self, nbytes: int) -> int:

@@ -89,9 +89,9 @@ def drop_outside_windows(layers: Layers) -> None:
 def trim(layers: Layers, ids: int) -> None:
     """Removes the last ``ids`` ids. The last pass must have added more than that.
 
-    After a pass of several ids, a `RotatingKVCache` still has all of them, and the window of the
-    first, so that a complete window remains. mlx-lm's own ``trim`` refuses: after single steps, it
-    would not.
+    After a pass of several ids, a `RotatingKVCache` still holds all of them and the window before
+    the first, so that dropping the last ones leaves a complete window. mlx-lm's own ``trim``
+    refuses, because after single steps it would not.
     """
     for layer in layers:
         if isinstance(layer, RotatingKVCache):

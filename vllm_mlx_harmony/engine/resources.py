@@ -56,13 +56,13 @@ _budget: int | None = None
 def configure(
     new_options: Options, bound: int | None, directory: str | None, gigabytes: float, per_day: int
 ) -> None:
-    """Sets the options, the ``bound`` of the prefix cache in memory (``None``: by default), which
-    is emptied, and the ``directory``, if any, of the one on disk, with its limit of bytes that are
-    written ``per_day``."""
+    """Sets the options and both prefix caches: in memory, of ``bound`` bytes (``None``: the
+    default; its content is dropped), and, if ``directory`` is given, on disk, of ``gigabytes``,
+    writing at most ``per_day`` bytes a day."""
     global options, disk, _budget
     options, _budget = new_options, bound
     tree.cache_clear()
-    disk = opened(directory, gigabytes, per_day) if directory and budget() > 0 else None
+    disk = open_disk(directory, gigabytes, per_day) if directory and budget() > 0 else None
     remembering = vocab.cache_dir() if disk is None else disk.directory
     options = replace(options, costs_file=remembering / COSTS)
 
@@ -112,7 +112,7 @@ def tree() -> PrefixTree[Piece]:
     return PrefixTree(budget())
 
 
-def opened(directory: str, gigabytes: float, per_day: int) -> DiskCache | None:
+def open_disk(directory: str, gigabytes: float, per_day: int) -> DiskCache | None:
     """The cache in ``directory``; ``None``, with a warning, if it cannot be used. Raises
     ``HostError`` for an invalid size."""
     if not gigabytes > 0:

@@ -44,8 +44,8 @@ MIN_TEMPERATURE = 1e-5
 (``_SAMPLING_EPS``)."""
 
 MAX_PENALTY = 1e4
-"""Largest bias and penalty. It decides against any logit, and no sum or product becomes infinite,
-which would make a logit no number."""
+"""Largest bias and penalty: large enough to outweigh any logit; small enough that no sum or product
+overflows, which would give NaN."""
 
 _HEADER = (vocab.START, vocab.CHANNEL, vocab.CONSTRAIN, vocab.END)
 """Ids that a header follows, or continues after; `<|message|>` ends it."""

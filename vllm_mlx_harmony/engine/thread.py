@@ -31,14 +31,14 @@ class EngineThread:
     """Runs ``work`` again and again while there is more to do, and calls in between.
 
     ``work`` returns how long to wait before it runs again, in seconds; ``None``: until a call
-    comes. If it raises, the thread dies: it calls ``died`` with the error, and every pending call
-    fails.
+    comes. If it raises, the thread dies: it calls ``on_death`` with the error, and every pending
+    call fails.
     """
 
     def __init__(
-        self, name: str, work: Callable[[], float | None], died: Callable[[BaseException], None]
+        self, name: str, work: Callable[[], float | None], on_death: Callable[[BaseException], None]
     ) -> None:
-        self._work, self._died = work, died
+        self._work, self._on_death = work, on_death
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._calls = SimpleQueue()
         self._lock = threading.Lock()
@@ -85,7 +85,7 @@ class EngineThread:
             with self._lock:
                 self.alive = False
             try:
-                self._died(error)
+                self._on_death(error)
             except Exception:
                 logger.exception("its requests could not be ended")
         with suppress(Empty):

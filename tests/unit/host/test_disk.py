@@ -64,7 +64,7 @@ def test_doctor_changes_nothing_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("gigabytes", [0.0, -1.0, float("nan")])
 def test_invalid_size_is_refused(tmp_path: Path, gigabytes: float) -> None:
     with pytest.raises(HostError, match="ssd-cache-max-gb"):
-        resources.opened(str(tmp_path / "new"), gigabytes, 0)
+        resources.open_disk(str(tmp_path / "new"), gigabytes, 0)
     assert not (tmp_path / "new").exists()
 
 
@@ -72,7 +72,7 @@ def test_unusable_directory_disables_only_the_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert resources.opened(str(tmp_path / "file"), 1.0, 0) is None
+    assert resources.open_disk(str(tmp_path / "file"), 1.0, 0) is None
     assert "cannot be used" in caplog.text
 
 

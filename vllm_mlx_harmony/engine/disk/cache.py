@@ -390,32 +390,32 @@ class DiskCache:
             self._written.clear()
             self._counters.dropped += 1
             return
-        path, gone = self._pieces / row.file, None
+        path, removed = self._pieces / row.file, None
         try:
             size, crc = self._write_file(path, tensors, row)
             with self._changing:
                 if generation == self._generation:
-                    gone = self._index.add(replace(row, size=size, crc=crc), self.budget)
+                    removed = self._index.add(replace(row, size=size, crc=crc), self.budget)
         finally:
-            if gone is None:
+            if removed is None:
                 self._written.discard(row.key)
                 with suppress(OSError):
                     path.unlink()
-        if gone is None:
+        if removed is None:
             return
         self._works("writing")
         self._counters.pieces_written += 1
         self._counters.bytes_written += size
-        self._counters.evictions += len(gone)
-        self._changed(gone)
+        self._counters.evictions += len(removed)
+        self._changed(removed)
 
     def _write_file(self, path: Path, tensors: Tensors, row: Row) -> tuple[int, int]:
         """Size and checksum of a new file, written as fast as the engine permits."""
         size = crc = 0
         metadata = {"format": "vllm-mlx-harmony", "start": str(row.start), "end": str(row.end)}
         path.parent.mkdir(exist_ok=True, mode=0o700)
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(opened, "wb", buffering=0) as file:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
             for part in encoded(tensors, metadata):
                 began = time.perf_counter()
                 crc = crc32(part, crc)
@@ -430,9 +430,9 @@ class DiskCache:
                     time.sleep(min(spent / WRITE_DUTY_CYCLE, 1.0))
         return size, crc
 
-    def _changed(self, gone: Sequence[str]) -> None:
+    def _changed(self, removed: Sequence[str]) -> None:
         """Called after each change of the index, with the files whose rows it has removed."""
-        for name in gone:
+        for name in removed:
             self._written.discard(bytes.fromhex(name.partition("-")[0]))
             with suppress(OSError):  # a later `_sweep` removes it
                 (self._pieces / name).unlink()
@@ -549,9 +549,9 @@ class DiskCache:
         def write() -> None:
             with self._changing:
                 if generation == self._generation:
-                    gone = self._index.put(key, content, self.budget)
-                    self._counters.evictions += len(gone)
-                    self._changed(gone)
+                    removed = self._index.put(key, content, self.budget)
+                    self._counters.evictions += len(removed)
+                    self._changed(removed)
                     self._works("writing")
 
         if not self._refuses:

@@ -65,20 +65,20 @@ def _content(path: Path) -> Iterator[bytes]:
 
     Links are followed: a repository in the Hugging Face cache consists of them. Raises ``OSError``.
     """
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe may have no writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe may have no writer
     try:
-        state = os.fstat(opened)
+        state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
             return
         yield f"{path.name} {state.st_size} {state.st_mtime_ns}".encode()
         if path.suffix == ".safetensors":
-            (length,) = struct.unpack("<Q", os.pread(opened, 8, 0).ljust(8, b"\0"))
-            yield os.pread(opened, min(length, 1 << 24), 8)  # gpt-oss-120b's largest: 64 KiB
+            (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0).ljust(8, b"\0"))
+            yield os.pread(descriptor, min(length, 1 << 24), 8)  # gpt-oss-120b's largest: 64 KiB
         last = max(0, state.st_size - BLOCK)
         for place in sorted({last * n // (SAMPLES - 1) for n in range(SAMPLES)}):
-            yield os.pread(opened, BLOCK, place)
+            yield os.pread(descriptor, BLOCK, place)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def load_and_identify(model: str, load: Callable[[], T]) -> tuple[T, bytes | None]:

@@ -60,8 +60,8 @@ def verified(path: Path, size: int, crc: int) -> bytes:
     Raises ``Damaged`` if it is another file, and ``OSError`` if it cannot be read now.
     """
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with os.fdopen(opened, "rb") as file:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "rb") as file:
             content = file.read(size + 1)
     except OSError as error:
         if error.errno in _DAMAGED:
