@@ -51,8 +51,8 @@ def loading(
 
 def flushed(disk: DiskCache, patience: float = 10) -> bool:
     """Waits until everything is written, at most ``patience`` seconds. Returns whether it is."""
-    with (condition := disk._queue.all_tasks_done):
-        return condition.wait_for(lambda: not disk._queue.unfinished_tasks, patience)
+    with (condition := disk._writer.queue.all_tasks_done):
+        return condition.wait_for(lambda: not disk._writer.queue.unfinished_tasks, patience)
 
 
 def open_engine(directory: Path, **options: Any) -> MlxEngine:

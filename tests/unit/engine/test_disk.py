@@ -27,7 +27,7 @@ from engine_models import flushed
 from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.core.turn import Call, Reasoning
 from vllm_mlx_harmony.engine.disk import cache as disks
-from vllm_mlx_harmony.engine.disk import identity, index
+from vllm_mlx_harmony.engine.disk import identity, index, writer
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Loaded
 from vllm_mlx_harmony.engine.disk.index import Contents
 from vllm_mlx_harmony.engine.pieces import (
@@ -318,7 +318,7 @@ def test_writes_are_throttled_while_engine_computes(
     open_disk: Open, pieces: list[Piece], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(disks, "time", Clock(slept))
+    monkeypatch.setattr(writer, "time", Clock(slept))
     for busy in (False, True):
         disk = open_disk()
         disk.clear()
@@ -329,7 +329,7 @@ def test_writes_are_throttled_while_engine_computes(
         else:
             write(disk, pieces[:1])
         spent = disk.counters().write_seconds
-        assert sum(slept) == pytest.approx(spent / disks.WRITE_DUTY_CYCLE if busy else 0.0)
+        assert sum(slept) == pytest.approx(spent / writer.WRITE_DUTY_CYCLE if busy else 0.0)
 
 
 class Clock:
@@ -881,7 +881,7 @@ def test_failed_write_is_retried_when_offered_again(
     disk: DiskCache, pieces: list[Piece], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if the writer is quicker than the thread that queues the job."""
-    put = disk._queue.put
+    put = disk._writer.queue.put
 
     def put_and_wait(job: Any) -> None:
         put(job)
@@ -896,7 +896,7 @@ def test_failed_write_is_retried_when_offered_again(
         else:
             disk.put(b"k", TURN)
 
-    monkeypatch.setattr(disk._queue, "put", put_and_wait)
+    monkeypatch.setattr(disk._writer.queue, "put", put_and_wait)
     monkeypatch.setattr(disks, "PAUSE", 0.0)
     with monkeypatch.context() as patched:
         patched.setattr(index.Index, "add" if kind == "piece" else "put", full)

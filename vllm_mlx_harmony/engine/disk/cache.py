@@ -3,7 +3,7 @@
 Threads:
 
 - The engine's thread offers pieces (`DiskCache.offer`): keys and where their bytes are, no copies.
-- The writer writes them, one at a time; slowly (``WRITE_DUTY_CYCLE``) while the engine computes.
+- The writer writes them, one at a time; slowly while the engine computes (`writer`).
 - The reader reads for all event loops (`DiskCache.load`), one prompt at a time, before the engine's
   turn: it verifies every byte and leaves them in plain memory. If too much read-ahead is unused,
   the next prompt waits.
@@ -34,18 +34,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from queue import Queue
 from typing import TypeVar
-from weakref import ReferenceType, WeakValueDictionary, ref
+from weakref import WeakValueDictionary, ref
 from zlib import crc32
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.engine.disk.index import NAME, Contents, Index, Row, key_of
 from vllm_mlx_harmony.engine.disk.safetensors import Damaged, Tensors, encoded, verified
+from vllm_mlx_harmony.engine.disk.writer import Job, Writer
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Sized
 from vllm_mlx_harmony.sizes import size
 
@@ -55,12 +55,6 @@ DIRECTORY = "vllm-mlx-harmony"
 """Our directory below the given one, where vllm-mlx may have files of its own."""
 
 PIECES = "pieces"
-
-WRITE_DUTY_CYCLE = 0.02
-"""Part of a processor's time that writing takes while the engine computes."""
-
-LINGER = 0.1
-"""Seconds after a step of the engine in which another is expected."""
 
 PAUSE = 30.0
 """Seconds without writing after the disk has failed."""
@@ -113,23 +107,6 @@ class DiskCounters(Contents):
     paused: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """Work of the writer. Until it is done, ``nbytes`` bytes under ``key`` stay in memory.
-
-    ``piece`` refers to the piece that has these bytes, if it is one.
-    """
-
-    run: Callable[[], object]
-    key: bytes = b""
-    nbytes: int = 0
-    piece: ReferenceType[Sized] | None = None
-
-
-def _nothing() -> None:
-    """What is left of a job that was given up."""
-
-
 class DiskCache:
     """Pieces and turns in ``directory``, at most ``budget`` bytes of them.
 
@@ -149,22 +126,15 @@ class DiskCache:
         """Operations that failed and have not succeeded since."""
         self._spent = False
         self._paused_until = 0.0
-        self._queue: Queue[_Job | None] = Queue()
-        self._waiting = 0
-        self._jobs: set[_Job] = set()
-        """Queued and running jobs; ``_waiting`` is the sum of their ``nbytes``."""
-        self._running: _Job | None = None
         self._used: set[bytes] = set()
         """Keys of pieces and turns that were used and are not yet marked so in the index."""
         self._written: set[bytes] = set()
         """Keys of pieces that are on the disk or in the queue, as far as this process knows. When
         another process has removed some, it is emptied: all are offered again."""
         self._turns: set[bytes] = set()
-        self._engines_busy, self._last_busy = 0, 0.0
         self._lock = threading.Lock()
-        """Guards ``_waiting``, ``_jobs``, ``_used`` and ``_engines_busy``. Engines' threads take
-        it: it is held only briefly. Sets are changed one key at a time, and counters may miss
-        one."""
+        """Guards ``_used``. Engines' threads take it: it is held only briefly. Other sets are
+        changed one key at a time, and counters may miss one."""
         self._changing = threading.RLock()
         """Guards which index is open, and clearing it."""
         self._generation = 0
@@ -174,16 +144,13 @@ class DiskCache:
         """What was read and is still held by a prompt."""
         self._reader = ThreadPoolExecutor(1, "prefix-cache-reader")
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._index = self._opened()
-        self._queue.put(_Job(self._sweep))
-        self._writer = threading.Thread(
-            target=self._write_on, name="prefix-cache-writer", daemon=True
-        )
-        self._writer.start()
+        self._index = self._open_index()
+        self._writer = Writer(self._run, buffer)
+        self._writer.enqueue(Job(self._sweep))
 
     # --- Faults
 
-    def _opened(self) -> Index:
+    def _open_index(self) -> Index:
         """The index, in a directory below the one that was named, which is created if need be."""
         self._home.mkdir(exist_ok=True, mode=0o700)
         os.chmod(self._home, 0o700)
@@ -223,7 +190,7 @@ class DiskCache:
             if type(error) is sqlite3.DatabaseError:  # the file is no database
                 with suppress(*Failed), self._changing:
                     self._index.close()
-                    self._set_index_aside(error)  # `_follow` opens a new one
+                    self._set_index_aside(error)  # `_reopen_if_replaced` opens a new one
             elif what == "writing":
                 self._paused_until = time.monotonic() + PAUSE
 
@@ -232,14 +199,14 @@ class DiskCache:
             self._failing.discard(what)
             logger.warning("prefix cache: %s in %s works again", what, self.directory)
 
-    def _follow(self) -> None:
+    def _reopen_if_replaced(self) -> None:
         """Opens the index again if it was removed or replaced. Raises ``Failed``."""
         with self._changing:
             if not self._index.is_there():
                 if not self.directory.is_dir():  # a volume may be mounted there: it is not created
                     raise FileNotFoundError(f"{self.directory} is gone")
                 self._index.close()
-                self._index = self._opened()
+                self._index = self._open_index()
 
     @property
     def _refuses(self) -> bool:
@@ -248,17 +215,9 @@ class DiskCache:
 
     # --- Writing
 
-    @contextmanager
-    def writing_slowly(self) -> Iterator[None]:
+    def writing_slowly(self) -> AbstractContextManager[None]:
         """To be held while an engine computes, which the writer would slow down."""
-        with self._lock:
-            self._engines_busy += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._engines_busy -= 1
-                self._last_busy = time.monotonic()
+        return self._writer.writing_slowly()
 
     def offer(
         self,
@@ -286,87 +245,69 @@ class DiskCache:
                 name = f"{key.hex()}-{secrets.token_hex(4)}.safetensors"
                 row = Row(key, parent, end - start, start, name, 0, 0)
                 write = partial(self._write, row, export(piece), self._generation)
-                if not self._put(_Job(write, key, piece.nbytes, ref(piece)), self._written):
+                if not self._enqueue(Job(write, key, piece.nbytes, ref(piece)), self._written):
                     break
             start, last = end, key
         if last is not None:
-            self._use(last)
+            self._mark_used(last)
 
-    def _put(self, job: _Job, known: set[bytes]) -> bool:
+    def _enqueue(self, job: Job, known: set[bytes]) -> bool:
         """Queues ``job``, unless too much waits, and adds its key to ``known``."""
-        with self._lock:
-            if self._waiting + job.nbytes > self._buffer:
-                self._counters.dropped += 1
-                return False
-            self._waiting += job.nbytes
-            self._jobs.add(job)
-        known.add(job.key)  # first: the writer removes it when the job fails
-        self._queue.put(job)
-        return True
+        queued = self._writer.enqueue(job, known)
+        self._counters.dropped += not queued
+        return queued
 
     @property
     def evicted(self) -> int:
         """Bytes of pieces that wait to be written and are in memory only for that."""
-        with self._lock:
-            jobs = [job for job in self._jobs if job.piece is not None and job.piece() is None]
-        return sum(job.nbytes for job in jobs)
+        return self._writer.evicted
 
     def drop_evicted(self) -> int:
         """Gives up writing the pieces that are in memory only for that, but for the one that is
         being written; returns their bytes. A slow disk must not keep memory from requests."""
-        freed = 0
-        with self._lock:
-            for job in self._jobs - {self._running}:
-                if job.piece is not None and job.piece() is None:
-                    freed += job.nbytes
-                    self._waiting -= job.nbytes
-                    self._written.discard(job.key)
-                    self._counters.dropped += 1
-                    job.run, job.nbytes, job.piece = _nothing, 0, None
-        return freed
+        given_up = self._writer.give_up_evicted()
+        self._written.difference_update(key for key, _ in given_up)
+        self._counters.dropped += len(given_up)
+        return sum(nbytes for _, nbytes in given_up)
 
-    def _use(self, key: bytes) -> None:
+    def _mark_used(self, key: bytes) -> None:
         with self._lock:
             first = not self._used
             self._used.add(key)
         if first:  # it takes all keys that are added before it runs
-            self._queue.put(_Job(self._touch))
+            self._writer.enqueue(Job(self._touch))
 
     def _touch(self) -> None:
         with self._lock:
-            # What is not written yet will count as used when it is.
-            used = self._used - {job.key for job in self._jobs}
-            self._used = set()
-        if not self._index.touch(used):
+            used, self._used = self._used, set()
+        # What is not written yet will count as used when it is.
+        if not self._index.touch(used - self._writer.keys()):
             self._written.clear()
 
-    def _write_on(self) -> None:
-        while (job := self._queue.get()) is not None:
-            done = False
-            with self._lock:
-                self._running = job
-            try:
-                if time.monotonic() >= self._paused_until:
-                    with self._trying("writing"):
-                        self._follow()
-                        if not job.nbytes or self._may_write():
-                            job.run()
-                            done = True
-            except Exception:
-                logger.exception("the prefix cache on disk failed")
-            with self._lock:
-                self._running = None
-                self._waiting -= job.nbytes
-                self._jobs.discard(job)
-                if not done:
-                    if job.run == self._touch:  # the next use queues another one
-                        self._used = set()
-                    self._used.discard(job.key)
-                    self._written.discard(job.key)
-                    self._turns.discard(job.key)
-                    self._counters.dropped += bool(job.key)
-            del job  # its buffers are the engine's memory
-            self._queue.task_done()
+    def _run(self, job: Job) -> None:
+        """Runs nothing during a pause, and no write beyond today's limit."""
+        done = False
+        try:
+            if time.monotonic() >= self._paused_until:
+                with self._trying("writing"):
+                    self._reopen_if_replaced()
+                    if not job.nbytes or self._may_write():
+                        job.run()
+                        done = True
+        except Exception:
+            logger.exception("the prefix cache on disk failed")
+        if not done:
+            self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        """What a job that failed would have stored is not known, and may be offered again."""
+        with self._lock:
+            if job.run == self._touch:  # the next use queues another one
+                self._used = set()
+            self._used.discard(job.key)
+        self._written.discard(job.key)
+        self._turns.discard(job.key)
+        self._counters.dropped += bool(job.key)
 
     def _may_write(self) -> bool:
         """Whether today's budget is not used up. When it is, the log says so once."""
@@ -392,10 +333,10 @@ class DiskCache:
             return
         path, removed = self._pieces / row.file, None
         try:
-            size, crc = self._write_file(path, tensors, row)
+            nbytes, crc = self._write_file(path, tensors, row)
             with self._changing:
                 if generation == self._generation:
-                    removed = self._index.add(replace(row, size=size, crc=crc), self.budget)
+                    removed = self._index.add(replace(row, size=nbytes, crc=crc), self.budget)
         finally:
             if removed is None:
                 self._written.discard(row.key)
@@ -405,13 +346,13 @@ class DiskCache:
             return
         self._works("writing")
         self._counters.pieces_written += 1
-        self._counters.bytes_written += size
+        self._counters.bytes_written += nbytes
         self._counters.evictions += len(removed)
-        self._changed(removed)
+        self._drop_files(removed)
 
     def _write_file(self, path: Path, tensors: Tensors, row: Row) -> tuple[int, int]:
         """Size and checksum of a new file, written as fast as the engine permits."""
-        size = crc = 0
+        nbytes = crc = 0
         metadata = {"format": "vllm-mlx-harmony", "start": str(row.start), "end": str(row.end)}
         path.parent.mkdir(exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -424,13 +365,11 @@ class DiskCache:
                     left = left[file.write(left) :]
                 spent = time.perf_counter() - began
                 self._counters.write_seconds += spent
-                size += part.nbytes
-                busy = self._engines_busy > 0 or time.monotonic() - self._last_busy < LINGER
-                if busy and not self._closing:
-                    time.sleep(min(spent / WRITE_DUTY_CYCLE, 1.0))
-        return size, crc
+                nbytes += part.nbytes
+                self._writer.throttle(spent)
+        return nbytes, crc
 
-    def _changed(self, removed: Sequence[str]) -> None:
+    def _drop_files(self, removed: Sequence[str]) -> None:
         """Called after each change of the index, with the files whose rows it has removed."""
         for name in removed:
             self._written.discard(bytes.fromhex(name.partition("-")[0]))
@@ -439,7 +378,7 @@ class DiskCache:
         self._contents = self._index.contents()
 
     def _remove(self, key: bytes, name: str | None) -> None:
-        self._changed(self._index.remove(key, name))
+        self._drop_files(self._index.remove(key, name))
 
     def _sweep(self) -> None:
         """Removes files that a process left behind when it ended. Another process may be writing
@@ -460,7 +399,7 @@ class DiskCache:
         """
         best: tuple[Row, ...] = ()
         with self._trying("reading the index"):
-            self._follow()
+            self._reopen_if_replaced()
             best = self._index.chain(roots, sequence, len(sequence) // WIDTH - 1)
             self._written.update(row.key for row in best)
             self._works("reading the index")
@@ -515,7 +454,7 @@ class DiskCache:
         self._counters.hits += bool(found)
         self._counters.misses += not found
         self._counters.tokens_read += sum(piece.end - max(piece.start, before) for piece in found)
-        self._use(rows[-1].key)
+        self._mark_used(rows[-1].key)
         return tuple(found)
 
     def _read(self, row: Row) -> Loaded | None:
@@ -534,13 +473,14 @@ class DiskCache:
                     problem = "prefix cache: %s is damaged and was removed: %s"
                     logger.warning(problem, row.file, error)
                 self._written.discard(row.key)
-                self._follow()
+                self._reopen_if_replaced()
                 self._remove(row.key, row.file)
         return piece
 
     # --- Generated turns: a `core.replay.Archive`, on the event loop, where nothing may wait
 
     blocks = False
+    """It waits for no network."""
 
     def put(self, key: bytes, turn: GeneratedTurn) -> None:
         """Queues ``turn`` to be written."""
@@ -551,11 +491,11 @@ class DiskCache:
                 if generation == self._generation:
                     removed = self._index.put(key, content, self.budget)
                     self._counters.evictions += len(removed)
-                    self._changed(removed)
+                    self._drop_files(removed)
                     self._works("writing")
 
         if not self._refuses:
-            self._put(_Job(write, key, len(content)), self._turns)
+            self._enqueue(Job(write, key, len(content)), self._turns)
 
     def find(self, keys: Sequence[bytes]) -> list[GeneratedTurn | None]:
         """The turns with these keys; ``None`` for one that is missing or damaged.
@@ -568,18 +508,18 @@ class DiskCache:
             content = None
             with suppress(*Failed):
                 if there and key in self._turns:
-                    self._use(key)
+                    self._mark_used(key)
                     content = self._index.turn(key)
             found.append(None if content is None else GeneratedTurn.from_bytes(content))
             if content is not None and found[-1] is None:
                 self._turns.discard(key)
                 self._counters.damaged += 1
-                self._queue.put(_Job(partial(self._remove, key, None)))
+                self._writer.enqueue(Job(partial(self._remove, key, None)))
         return found
 
     def use(self, key: bytes) -> None:
         if key in self._turns:
-            self._use(key)
+            self._mark_used(key)
 
     # --- All of it
 
@@ -589,26 +529,24 @@ class DiskCache:
         self._written.clear()
         self._turns.clear()
         with self._changing, self._trying("emptying the cache"):
-            self._follow()
+            self._reopen_if_replaced()
             try:
                 self._index.clear()
             except sqlite3.Error:  # a full disk has no room for it
                 for path in self._home.glob(f"{NAME}*"):
                     path.unlink()
-                self._follow()
-            self._changed([path.name for path in self._pieces.glob(_FILE_PATTERN)])
+                self._reopen_if_replaced()
+            self._drop_files([path.name for path in self._pieces.glob(_FILE_PATTERN)])
             self._works("emptying the cache")
 
     def counters(self) -> DiskCounters:
         """The counters now, without waiting for another thread."""
         paused = self._spent or time.monotonic() < self._paused_until
         found = asdict(self._contents)
-        return replace(self._counters, waiting=self._waiting, paused=paused, **found)
+        return replace(self._counters, waiting=self._writer.waiting, paused=paused, **found)
 
     def close(self, patience: float = 0.0) -> None:
         """Writes for ``patience`` seconds what still waits, at full speed, and ends."""
         self._closing = True
-        self._queue.put(None)
-        self._writer.join(patience)
-        if not self._writer.is_alive():
+        if self._writer.close(patience):
             self._index.close()
