@@ -20,6 +20,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from enum import Enum
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -52,6 +53,23 @@ STARTING = 60.0
 
 MAX_PAGES = 100
 """Maximum pages of a list of tools, in case it never ends."""
+
+NO_RESPONSE = "it does not respond"
+CONNECTION_LOST = "its connection was lost"
+
+
+class State(Enum):
+    STOPPED = "stopped"
+    """Not started, or stopped. Started, it is ``CONNECTING``."""
+    CONNECTING = "connecting"
+    """An attempt to connect runs. Then the server is ``READY``, or ``LOST``."""
+    READY = "ready"
+    """Its tools can be called."""
+    UNRESPONSIVE = "unresponsive"
+    """A call has timed out. If the server still lists its tools, it is ``READY`` again, and
+    otherwise ``LOST``."""
+    LOST = "lost"
+    """The connection has ended, or the attempt has failed. After a pause it is ``CONNECTING``."""
 
 
 def check_package() -> None:
@@ -93,14 +111,13 @@ class McpServer:
         self._http, self._starting = http, starting
         self._info, self._warning = log or logging.INFO, log or logging.WARNING
         self.tools: tuple[Tool, ...] = ()
-        self.problem = "it is not started"
+        self._state = State.STOPPED
+        self._reason = "it is not started"  # why there is no connection
         self._client: Client | None = None
         self._check = asyncio.Event()  # the tools may have changed, or the server may have died
-        self._lost = False
         self._version = ""  # of the protocol, once it is negotiated
         self._malformed: set[str] = set()  # problems of its tools that have been logged
         self._tried = asyncio.Event()
-        self._late: asyncio.TimerHandle | None = None  # ends an attempt that takes too long
         self._task: asyncio.Task[None] | None = None
         self._own_urls: re.Pattern[str] | None = None
         if config.transport != "stdio":
@@ -111,11 +128,20 @@ class McpServer:
             host = re.escape(urlsplit(config.url).hostname or "")
             self._own_urls = re.compile(rf"https?://([^\s/@]*@)?\[?{host}[^\s'\"]*", re.IGNORECASE)
 
+    @property
+    def problem(self) -> str:
+        match self._state:
+            case State.READY:
+                return ""
+            case State.UNRESPONSIVE:
+                return NO_RESPONSE
+            case _:
+                return self._reason
+
     async def start(self) -> None:
         """Connects for the first time, and then stays connected in the background."""
         self._task = asyncio.create_task(self._keep_connected(), name=f"mcp {self.label}")
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._tried.wait(), self._starting + 1.0)
+        await self._tried.wait()
 
     async def stop(self) -> None:
         """Closes the connection, and ends the process of a server over stdio."""
@@ -123,6 +149,8 @@ class McpServer:
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
+            self._disconnected(State.STOPPED, self.problem or "it is stopped")
+            self._tried.set()
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         from mcp import MCPError
@@ -130,15 +158,8 @@ class McpServer:
         client = self._client
         if client is None:
             raise ToolError(f"the tool server {self.label} is not available now: {self.problem}")
-        loop = asyncio.get_running_loop()
-        began = loop.time()
         try:
             result = await client.call_tool(tool, dict(arguments))
-        except asyncio.CancelledError:
-            if loop.time() - began > 0.9 * self.timeout:  # not by a client that has gone
-                self.problem = "it does not respond"
-                self._check.set()
-            raise
         except MCPError as error:
             self._check.set()
             raise ToolError(self._without_urls(error.message)) from error
@@ -146,6 +167,11 @@ class McpServer:
             self._check.set()
             raise ToolError(self._without_urls(_reason(error))) from error
         return ToolResult(text_of(result), bool(result.is_error))
+
+    def call_timed_out(self) -> None:
+        if self._state is State.READY:
+            self._state = State.UNRESPONSIVE
+            self._check.set()
 
     def _without_urls(self, text: str) -> str:
         return text if self._own_urls is None else self._own_urls.sub("its URL", text)
@@ -157,18 +183,30 @@ class McpServer:
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
-            connection = asyncio.create_task(self._connected(), name=f"mcp {self.label} connection")
-            self._late = late = loop.call_later(self._starting, connection.cancel)
+            self._state = State.CONNECTING
+            ready = loop.create_future()
+            connection = asyncio.create_task(
+                self._connected(ready), name=f"mcp {self.label} connection"
+            )
             try:
+                await asyncio.wait(
+                    {connection, ready},
+                    timeout=self._starting,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if not (connection.done() or ready.done()):
+                    self._disconnected(State.LOST, NO_RESPONSE)
+                    self._tried.set()  # it may take long to close
+                    connection.cancel()
                 await asyncio.wait({connection})
             finally:
                 connection.cancel()
                 await asyncio.wait({connection})
-                self._client, self.tools = None, ()
             error = None if connection.cancelled() else connection.exception()
-            lost = "its connection was lost" if late.cancelled() else "it does not respond"
-            self.problem = lost if error is None else self._without_urls(_reason(error))
-            late.cancel()
+            if error is not None:
+                self._disconnected(State.LOST, self._without_urls(_reason(error)))
+            elif not self._is_lost():
+                self._disconnected(State.LOST, CONNECTION_LOST)
             self._tried.set()
             if loop.time() - began > STEADY:
                 pause = FIRST_PAUSE
@@ -177,8 +215,15 @@ class McpServer:
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE)
 
-    async def _connected(self) -> None:
-        """One connection, until it is lost."""
+    def _is_lost(self) -> bool:
+        return self._state is State.LOST
+
+    def _disconnected(self, state: State, reason: str) -> None:
+        self._state, self._reason = state, reason
+        self._client, self.tools = None, ()
+
+    async def _connected(self, ready: asyncio.Future[None]) -> None:
+        """One connection, until it is lost. Once its tools can be called, it is ``ready``."""
         from mcp import Client
         from mcp_types import ToolListChangedNotification
 
@@ -193,35 +238,41 @@ class McpServer:
                         self._check.set()
 
         accept_half_surrogates()
-        self._lost, self._version = False, ""
+        self._version = ""
         self._check.clear()
         async with Client(self._watched(), message_handler=on_message, cache=None) as client:
             self._version = client.protocol_version
-            self.tools = await self._listed(client)
-            self._client, self.problem = client, ""
-            names = ", ".join(tool.name for tool in self.tools)
+            tools = await self._listed(client)
+            if self._is_lost():  # the server has closed the connection meanwhile
+                return
+            self._state, self._client, self.tools = State.READY, client, tools
+            names = ", ".join(tool.name for tool in tools)
             logger.log(self._info, "tool server %s: %s", self.label, names or "no tools")
-            assert self._late is not None
-            self._late.cancel()
+            ready.set_result(None)
             self._tried.set()
             listening = asyncio.create_task(listen())
             try:
-                tools = self.tools
-                while not self._lost:
+                while not self._is_lost():
                     await self._check.wait()
                     self._check.clear()
-                    if not self._lost:  # raises if the server does not answer any more
-                        tools = await asyncio.wait_for(self._listed(client), self.timeout)
-                        self.problem = ""
-                    if tools != self.tools:
-                        self.tools = tools
-                        names = ", ".join(tool.name for tool in tools) or "none"
-                        changed = "the tools of the tool server %s have changed: %s"
-                        logger.log(self._info, changed, self.label, names)
+                    if not self._is_lost():
+                        await self._list_again(client)
             finally:
                 self._client = None
                 listening.cancel()
                 await asyncio.wait({listening})
+
+    async def _list_again(self, client: Client) -> None:
+        """Updates the tools. Raises if the server does not answer any more."""
+        tools = await asyncio.wait_for(self._listed(client), self.timeout)
+        if self._is_lost():
+            return
+        self._state = State.READY
+        if tools != self.tools:
+            self.tools = tools
+            names = ", ".join(tool.name for tool in tools) or "none"
+            changed = "the tools of the tool server %s have changed: %s"
+            logger.log(self._info, changed, self.label, names)
 
     @asynccontextmanager
     async def _watched(self) -> AsyncIterator[Any]:
@@ -238,7 +289,7 @@ class McpServer:
                         async for message in received:
                             await self._leave_out_malformed_tools(message)
                             await passed_on.send(message)
-                self._lost = True
+                self._disconnected(State.LOST, CONNECTION_LOST)
                 self._check.set()
 
             async with anyio.create_task_group() as group:
@@ -321,7 +372,7 @@ def _reason(error: BaseException) -> str:
     if inner:
         return _reason(inner[0])
     if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
-        return "it does not respond"
+        return NO_RESPONSE
     response = getattr(error, "response", None)  # httpx2's, whose message contains the URL
     if response is not None:
         return f"it responds with {response.status_code} {response.reason_phrase}".rstrip()

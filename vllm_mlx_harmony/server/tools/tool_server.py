@@ -50,7 +50,7 @@ class ToolServer(Protocol):
         """Ends every task and process that it has started."""
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs the tool. The call is cancelled when its client has gone.
+        """Runs the tool. The call is cancelled at its time limit, and when its client has gone.
 
         Raises ``ToolError`` with a message for the model when there is no answer.
         """
@@ -65,6 +65,14 @@ class Conversational(Protocol):
     ) -> ToolServer:
         """The tool server for one turn, whose prompt shows ``pages``. It is neither started nor
         stopped."""
+
+
+@runtime_checkable
+class Monitored(Protocol):
+    """A server that is checked when it may have stopped responding."""
+
+    def call_timed_out(self) -> None:
+        """A call has reached its time limit."""
 
 
 class ToolError(Exception):

@@ -35,6 +35,7 @@ from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
 from vllm_mlx_harmony.server.tools.tool_server import (
     GROUP,
     Conversational,
+    Monitored,
     ToolError,
     ToolServer,
 )
@@ -258,16 +259,16 @@ class Toolbox:
         self, server: ToolServer, name: str, arguments: Mapping[str, Any], seconds: float
     ) -> ToolFinished:
         limit = min(server.timeout, seconds)
-
-        async def running() -> ToolFinished:
-            async with self._free:
-                answer = await server.call(name, arguments)
+        try:
+            async with asyncio.timeout(limit) as timeout, self._free:
+                try:
+                    answer = await server.call(name, arguments)
+                finally:
+                    if timeout.expired() and isinstance(server, Monitored):
+                        server.call_timed_out()
             text = str(repair(answer.text)) if answer.text.strip() else NOTHING
             failure = ToolFailure(text, by_tool=True) if answer.failed else None
             return ToolFinished(text, failure)
-
-        try:
-            return await asyncio.wait_for(running(), limit)
         except TimeoutError:
             text = f"the tool did not answer within {limit:.0f} seconds"
         except ToolError as error:

@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, read
-from vllm_mlx_harmony.server.tools.mcp_server import malformed_tools
+from vllm_mlx_harmony.server.tools.mcp_server import McpServer, malformed_tools
 from vllm_mlx_harmony.server.tools.tool_server import ToolResult
 from vllm_mlx_harmony.server.tools.toolbox import NOTHING, Toolbox
 
@@ -70,8 +70,10 @@ def children() -> list[str]:
     return [line for line in output.splitlines() if str(SERVERS) in line]
 
 
-async def call_tool(box: Toolbox, name: str, arguments: str, *, room: int = 10_000) -> ToolFinished:
-    return await box.run(ServerCall("call_1", name, arguments), box.namespaces, 600.0, room)
+async def call_tool(
+    box: Toolbox, name: str, arguments: str, *, seconds: float = 600.0, room: int = 10_000
+) -> ToolFinished:
+    return await box.run(ServerCall("call_1", name, arguments), box.namespaces, seconds, room)
 
 
 CALLS: list[tuple[str, str, str, bool | None]] = [
@@ -137,14 +139,15 @@ def test_dead_server_is_restarted() -> None:
     assert alive == "alive"
 
 
-def test_hanging_server_is_restarted() -> None:
+@pytest.mark.parametrize("seconds", [600.0, 1.0], ids=["the server's limit", "the turn's"])
+def test_hanging_server_is_restarted(seconds: float) -> None:
     """A call that takes too long is no proof: a server that still lists its tools is kept."""
     box = toolbox(
         {"crash": {**stdio("crash"), "timeout": 2}, "slow": {**stdio("slow"), "timeout": 2}}
     )
 
     async def hanging() -> list[str]:
-        hung = await call_tool(box, "crash.hang", "{}")
+        hung = await call_tool(box, "crash.hang", "{}", seconds=seconds)
         problem = box.servers[0].problem
         await until(lambda: not box.servers[0].tools)
         await until(lambda: not box.servers[0].problem)
@@ -155,9 +158,20 @@ def test_hanging_server_is_restarted() -> None:
         return [hung.text, problem, (await call_tool(box, "crash.live", "{}")).text]
 
     hung, problem, alive = within(box, hanging)
-    assert "did not answer within 2 seconds" in hung
+    assert f"did not answer within {min(seconds, 2):.0f} seconds" in hung
     assert problem == "it does not respond"
     assert alive == "alive"
+
+
+def test_start_returns_while_a_silent_server_is_still_closed() -> None:
+    config = ServerConfig(command=sys.executable, args=["-c", "import time; time.sleep(60)"])
+    server = McpServer("silent", config, 600.0, starting=0.2)
+    box = Toolbox([server], ToolsConfig(), Use.ON)
+
+    async def problem() -> str:
+        return server.problem
+
+    assert within(box, problem) == "it does not respond"
 
 
 async def until(ready: Callable[[], bool]) -> None:

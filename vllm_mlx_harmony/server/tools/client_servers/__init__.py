@@ -183,6 +183,10 @@ class ConnectedServer:
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         return await (await self._connection()).call(tool, arguments)
 
+    def call_timed_out(self) -> None:
+        if self._server is not None:
+            self._server.call_timed_out()
+
     async def _connection(self) -> McpServer:
         """The connection, which is made when it is first needed. Raises ``ToolError``."""
         async with self._connecting:
