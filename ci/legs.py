@@ -137,7 +137,8 @@ ON_BOTH_SERVERS = tuple(
 
 COVERAGE = (
     (
-        *(*PYTEST, "tests/unit/core", "tests/unit/protocols", *EVERY_PYTHON),
+        *(*PYTEST, "tests/unit/core", "tests/unit/protocols", "tests/unit/server"),
+        *("--ignore=tests/unit/server/tools", *EVERY_PYTHON),
         *("--cov-branch", "--cov-report="),
         *("--cov=vllm_mlx_harmony.core", "--cov=vllm_mlx_harmony.protocols"),
     ),
