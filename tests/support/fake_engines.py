@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import uvicorn
+from harmony_text import ids_of
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -26,6 +22,7 @@ from starlette.routing import Route
 from vllm_mlx_harmony.core import vocab
 
 Json: TypeAlias = "dict[str, Any]"
+Events = Callable[[Sequence[int], Sequence[int], str], Iterator[str]]
 
 TOP = (
     (vocab.RETURN, -0.5),
@@ -43,11 +40,6 @@ def logprob_of(token: int) -> float:
 KINDS = ("vllm", "vllm-tokens", "sglang", "sglang-incremental", "llamacpp", "vllm-mlx")
 
 
-def ids(text: str) -> list[int]:
-    """Text to ids, with control tokens written out."""
-    return list(vocab.encoding().encode(text, allowed_special="all"))
-
-
 def compact(value: Json) -> str:
     """Compact JSON, as pydantic, orjson and nlohmann::json write it."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -63,7 +55,7 @@ class Exchange:
     path: str
     prompt: Callable[[Json], list[int]]
     max_tokens: Callable[[Json], int]
-    events: Callable[[Sequence[int], list[int], str], Iterator[str]]
+    events: Events
     """The events for a prompt, the generated ids and the finish reason."""
     error: Callable[[int, str], Json]
 
@@ -72,7 +64,7 @@ def _openai_error(status: int, message: str) -> Json:
     return {"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}
 
 
-def vllm_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+def vllm_events(prompt: Sequence[int], output: Sequence[int], finish: str) -> Iterator[str]:
     base = {"id": "cmpl-a4a4b042414aac84", "object": "text_completion", "created": 1795351480}
     for at, token in enumerate(output):
         last = at == len(output) - 1
@@ -96,7 +88,7 @@ def vllm_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterat
     yield "[DONE]"
 
 
-def vllm_token_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+def vllm_token_events(prompt: Sequence[int], output: Sequence[int], finish: str) -> Iterator[str]:
     for at, token in enumerate(output):
         last = at == len(output) - 1
         choice = {"index": 0, "finish_reason": finish if last else None, "token_ids": [token]}
@@ -106,8 +98,10 @@ def vllm_token_events(prompt: Sequence[int], output: list[int], finish: str) -> 
     yield "[DONE]"
 
 
-def sglang_events(incremental: bool) -> Callable[[Sequence[int], list[int], str], Iterator[str]]:
-    def events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+def sglang_events(
+    incremental: bool,
+) -> Callable[[Sequence[int], Sequence[int], str], Iterator[str]]:
+    def events(prompt: Sequence[int], output: Sequence[int], finish: str) -> Iterator[str]:
         for at in range(len(output)):
             last = at == len(output) - 1
             reason = {"type": "stop", "matched": output[-1]} if finish == "stop" else None
@@ -127,7 +121,7 @@ def sglang_events(incremental: bool) -> Callable[[Sequence[int], list[int], str]
     return events
 
 
-def llamacpp_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+def llamacpp_events(prompt: Sequence[int], output: Sequence[int], finish: str) -> Iterator[str]:
     """No event is sent while the text ends within a character."""
     pending = b""
     for number, token in enumerate(output, start=1):
@@ -166,7 +160,7 @@ def llamacpp_events(prompt: Sequence[int], output: list[int], finish: str) -> It
     )
 
 
-def plugin_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+def plugin_events(prompt: Sequence[int], output: Sequence[int], finish: str) -> Iterator[str]:
     for token in output:
         yield compact({"ids": [token], "finish": None, "cached_tokens": 0})
     yield compact({"ids": [], "finish": finish, "cached_tokens": 16})
@@ -332,10 +326,10 @@ class FakeEngine:
     sent: int = 0
     """Bytes sent to sockets."""
 
-    def output_ids(self, prompt: Sequence[int]) -> list[int]:
+    def output_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """The script for a prompt."""
         text = vocab.encoding().decode(list(prompt))
-        return ids(self.scripts[max(self.scripts, key=text.rfind)])
+        return ids_of(self.scripts[max(self.scripts, key=text.rfind)])
 
     async def generate(self, request: Request) -> Response:
         """The endpoint for ids."""
@@ -359,8 +353,7 @@ class FakeEngine:
                 dict(fault.headers),
             )
         if trial:
-            output_ids = [vocab.RETURN if self.grammar else 1]
-            event_data = exchange.events([1], output_ids, "stop")
+            event_data = exchange.events([1], [vocab.RETURN if self.grammar else 1], "stop")
             events = self._events(request, event_data, fault, trial=True)
             return StreamingResponse(events, media_type="text/event-stream")
         output_ids = self.output_ids(prompt)
@@ -466,41 +459,3 @@ class _Abortable(StreamingResponse):
         finally:
             engine.running -= 1
             engine.aborted += not finished
-
-
-# --- Servers
-
-
-@contextmanager
-def served(app: Any, **options: Any) -> Iterator[str]:
-    """Serves ``app`` on a local port, in a thread. Yields its URL.
-
-    ``buffer``: the size of the kernel's send buffer, by default the system's.
-    ``server``: a class instead of uvicorn's.
-    """
-    server_class = options.pop("server", uvicorn.Server)
-    listener = socket.socket()
-    if buffer := options.pop("buffer", 0):
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", options.pop("port", 0)))
-    listener.listen(1024)
-    config = uvicorn.Config(app, log_level="error", **options)
-    server = server_class(config=config)  # as uvicorn.run creates it
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        until(lambda: server.started, "the server to listen")
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join(10)
-        listener.close()
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-    """Waits for ``condition``, at most ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.01)

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fake_engines import served
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
+from app_server import run_server
+from harmony_text import ids_of
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.exceptions import HTTPException
 
 from vllm_mlx_harmony.core import vocab
@@ -29,7 +30,7 @@ App = Callable[[Any, Any, Any], Any]
 
 CONTEXT = 8192
 CHUNK = 256
-HEADER = ids("<|channel|>final<|message|>")
+HEADER = ids_of("<|channel|>final<|message|>")
 """The header of an answer, with which a prompt may end."""
 
 SLOW = 5.0
@@ -236,7 +237,7 @@ def serving(
         app = Broken(app, fault)
     elif fault is not None:
         app = fault(app)
-    with served(app) as url:
+    with run_server(app) as url:
         yield url
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from anthropic_checker import prompt_tokens
-from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated, ids
+from harmony_text import ids_of
+from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated
 
 from vllm_mlx_harmony.protocols.partial_json import ObjectText
 
@@ -43,7 +44,7 @@ def chat_tools(*names: str) -> list[dict[str, Any]]:
 
 def chat_request(row: Row, model: str) -> dict[str, Any]:
     """The request whose answer is ``row.output``."""
-    limit = {"max_tokens": len(ids(row.output))} if row.cut else {}
+    limit = {"max_tokens": len(ids_of(row.output))} if row.cut else {}
     stop = {"stop": list(row.stop)} if row.stop else {}
     calls = {"parallel_tool_calls": False} if row.one_call else {}
     user = {"role": "user", "content": row.id}
@@ -89,7 +90,7 @@ def responses_tools(*names: str) -> list[dict[str, Any]]:
 
 def responses_request(row: Row, model: str) -> dict[str, Any]:
     """The request whose answer is ``row.output``. The API has no stop strings."""
-    limit = max(1, len(ids(row.output))) if row.cut else 1000
+    limit = max(1, len(ids_of(row.output))) if row.cut else 1000
     return {
         "model": model,
         "input": row.id,
@@ -148,7 +149,7 @@ def messages_request(row: Row, model: str) -> dict[str, Any]:
         "messages": [{"role": "user", "content": row.id}],
         "tools": messages_tools(*row.tools),
         "tool_choice": {"type": "auto", "disable_parallel_tool_use": row.one_call},
-        "max_tokens": len(ids(row.output)) if row.cut else 1000,
+        "max_tokens": len(ids_of(row.output)) if row.cut else 1000,
         **({"stop_sequences": list(row.stop)} if row.stop else {}),
     }
 
@@ -191,7 +192,7 @@ def ollama_request(row: Row, model: str) -> dict[str, Any]:
     """The request whose answer is ``row.output``. The API cannot limit a turn to one call."""
     options: dict[str, Any] = {"stop": list(row.stop), "temperature": 0}
     if row.cut:
-        options["num_predict"] = len(ids(row.output))
+        options["num_predict"] = len(ids_of(row.output))
     tools = [{"function": {"name": name}} for name in row.tools]
     messages = [{"role": "user", "content": row.id}]
     return {"model": model, "messages": messages, "tools": tools, "options": options}

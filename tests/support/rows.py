@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from harmony_text import ids_of
+
 from vllm_mlx_harmony.core import vocab
 
 REASONING, PREAMBLE, ANSWER, CALL = "reasoning", "preamble", "answer", "call"
@@ -981,12 +983,7 @@ def noisy(position: str, prefix: str) -> Iterator[Row]:
         yield row(output, output, *before, expected)
 
 
-def ids(text: str) -> list[int]:
-    """``text`` as token ids, including its control tokens."""
-    return vocab.encoding().encode(text, allowed_special="all")
-
-
 def can_be_generated(row: Row) -> bool:
     """Whether an engine can generate it: it is not empty, and nothing follows its end."""
-    output = ids(row.output)
+    output = ids_of(row.output)
     return bool(output) and not any(token in vocab.TURN_ENDS for token in output[:-1])

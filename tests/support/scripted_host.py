@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+from harmony_text import ids_of
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
@@ -31,11 +32,6 @@ T = TypeVar("T")
 
 KEY = "sesame"
 MODEL = "gpt-oss-20b"
-
-
-def ids(text: str) -> tuple[int, ...]:
-    """Text to ids, with control tokens written out."""
-    return tuple(vocab.encoding().encode(text, allowed_special="all"))
 
 
 def logprobs(step: Sequence[int], most: int | None) -> tuple[TokenLogprob, ...]:
@@ -71,7 +67,7 @@ class ScriptedEngine:
         try:
             text = vocab.encoding().decode(list(prompt))
             last = max(self.scripts, key=text.rfind)
-            output = ids(self.scripts[last])[: settings.max_tokens]
+            output = ids_of(self.scripts[last])[: settings.max_tokens]
             at_limit = len(output) == settings.max_tokens and output[-1] not in vocab.TURN_ENDS
             for at in range(0, len(output), self.at_once):
                 step = output[at : at + self.at_once]
@@ -127,7 +123,7 @@ class ObedientEngine(ScriptedEngine):
         async for step in super().generate(request):
             for token in step.ids:
                 if watch is not None and watch.forced:
-                    yield Step((*watch.forced, *ids(self.ANSWER)), "stop")
+                    yield Step((*watch.forced, *ids_of(self.ANSWER)), "stop")
                     return
                 if matcher is not None:
                     matcher.consume(token)

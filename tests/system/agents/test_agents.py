@@ -19,7 +19,9 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 import fake_web
-from fake_engines import FakeEngine, Fault, ids, served
+from app_server import run_server
+from fake_engines import FakeEngine, Fault
+from harmony_text import ids_of
 from leg import find_python
 
 from vllm_mlx_harmony.cli import agents as launch_agents
@@ -85,12 +87,12 @@ class ScriptedEngine(FakeEngine):
     """Calls the tool, and answers after its result. A request without tools, for a title, gets
     three words."""
 
-    def output_ids(self, prompt: Sequence[int]) -> list[int]:
+    def output_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         text = vocab.encoding().decode(list(prompt))
         if "namespace functions" not in text:
-            return ids("<|channel|>final<|message|>Echo a marker<|return|>")
+            return ids_of("<|channel|>final<|message|>Echo a marker<|return|>")
         if "marker-42" in text:
-            return ids(f"<|channel|>analysis<|message|>Done.<|end|><|start|>assistant{_FINAL}")
+            return ids_of(f"<|channel|>analysis<|message|>Done.<|end|><|start|>assistant{_FINAL}")
         return super().output_ids(prompt)
 
 
@@ -256,19 +258,19 @@ class SearchingEngine(FakeEngine):
     """Searches the web as Codex declares it, or with Claude Code's tool WebSearch, which sends a
     request of its own; then answers."""
 
-    def output_ids(self, prompt: Sequence[int]) -> list[int]:
+    def output_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         text = _text(prompt)
         call = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
         if "[0] rome inhabitants" in text or "Links: [" in text:
-            return ids(f"<|channel|>final<|message|>{ANSWER}【0†L2】<|return|>")
+            return ids_of(f"<|channel|>final<|message|>{ANSWER}【0†L2】<|return|>")
         if "namespace browser {" in text:
             browse = "<|channel|>analysis to=browser.search code<|message|>{}<|call|>"
-            return ids(browse.format('{"query": "rome inhabitants"}'))
+            return ids_of(browse.format('{"query": "rome inhabitants"}'))
         if "type WebSearch = (" in text:
-            return ids(call.format("WebSearch", '{"query": "rome inhabitants"}'))
+            return ids_of(call.format("WebSearch", '{"query": "rome inhabitants"}'))
         if "type ToolSearch = (" in text:
-            return ids(call.format("ToolSearch", '{"query": "select:WebSearch"}'))
-        return ids("<|channel|>final<|message|>Inhabitants of Rome<|return|>")
+            return ids_of(call.format("ToolSearch", '{"query": "select:WebSearch"}'))
+        return ids_of("<|channel|>final<|message|>Inhabitants of Rome<|return|>")
 
 
 @pytest.mark.parametrize(
@@ -295,14 +297,14 @@ def test_agent_searches_the_web(
 @contextmanager
 def gateway_to(engine: FakeEngine, web_search: str = "") -> Iterator[str]:
     """The URL of a gateway in front of ``engine``."""
-    with served(engine.app) as url:
+    with run_server(engine.app) as url:
         settings = GatewaySettings(
             engines=(Spec(url),),
             model=MODEL,
             keys=(Key("agent", digest(KEY)),),
             web_search=web_search,
         )
-        with served(gateway(settings)) as base:
+        with run_server(gateway(settings)) as base:
             yield base
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("vllm_mlx")
 import apis
 import figures
 import inspected
-import server_process as served
+import server_process
 from size import size
 from target import CACHE_MIB, SECONDS, STREAM_BYTES, Target
 
@@ -25,14 +25,14 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Starts servers that can be inspected. Stops those that still run at the end."""
     directory = standin.write(tmp_path_factory.mktemp("standin") / "gpt-oss-standin")
     standin.rescript(directory, apis.SCRIPTS)
-    running: list[served.Server] = []
+    running: list[server_process.Server] = []
 
     def start_target(env: Mapping[str, str] | None = None) -> Target:
         home = tmp_path_factory.mktemp("home")
         figures_path = home / "figures.json"
-        server = served.start(
+        server = server_process.start(
             directory,
-            *served.FLAG,
+            *server_process.FLAG,
             *("--max-tokens", "64", "--cache-memory-mb", str(CACHE_MIB)),
             *size(("--default-temperature", "1"), ()),  # sampling is two thirds of a step here
             home=home,

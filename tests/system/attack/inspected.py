@@ -80,11 +80,11 @@ def _snapshot(number: int) -> dict[str, object]:
     from vllm_mlx_harmony.server.answer import Answer
     from vllm_mlx_harmony.server.front_end import FrontEnd
     from vllm_mlx_harmony.server.generation import Job
-    from vllm_mlx_harmony.server.responses.websocket import Conversation
-    from vllm_mlx_harmony.server.storage.background import Running
+    from vllm_mlx_harmony.server.responses.websocket import ResponsesSocket
+    from vllm_mlx_harmony.server.storage.background import BackgroundResponse
     from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
 
-    kinds = {Answer, Job, Conversation, StoringEmitter, Running}
+    kinds = {Answer, Job, ResponsesSocket, StoringEmitter, BackgroundResponse}
     gc.collect()
     objects = gc.get_objects()
     names = Counter(type(instance).__name__ for instance in objects if type(instance) in kinds)

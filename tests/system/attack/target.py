@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import inspected
-import server_process as served
+import server_process
 
 STREAM_BYTES, SECONDS = 32 * 1024, 3
 """The limits of unread bytes and of a reader's silence: small, so that few readers suffice."""
@@ -18,6 +18,6 @@ CACHE_MIB = 1
 class Target:
     """A server, the name of its model, and an inspection of its process."""
 
-    server: served.Server
+    server: server_process.Server
     model: str
     inspection: inspected.Inspection

@@ -29,7 +29,7 @@ import figures
 import httpx
 import inputs
 import pytest
-import server_process as served
+import server_process
 from observer import MESSAGES, Observer, Waits
 from size import size
 
@@ -63,7 +63,7 @@ SCRIPTS = [
 class ObservedServer:
     """A server with an observer."""
 
-    server: served.Server
+    server: server_process.Server
     model: str
     observer: Observer
 
@@ -73,11 +73,13 @@ def observed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observ
     """The host with the plugin."""
     root = tmp_path_factory.mktemp("event_loop")
     directory = standin.write(root / "gpt-oss-standin", SCRIPTS)
-    flags = served.FLAG
+    flags = server_process.FLAG
     home = root / "home"
     # In full, as users start it, without the memory that a fork shares.
     preloaded = size(False, True)
-    server = served.start(directory, *flags, home=home, command=served.HARMONY, preloaded=preloaded)
+    server = server_process.start(
+        directory, *flags, home=home, command=server_process.HARMONY, preloaded=preloaded
+    )
     try:
         model = _warm_up(server)
         with closing(Observer(server.base_url, server.pid, model)) as observer:
@@ -90,7 +92,7 @@ def observed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observ
         server.stop()
 
 
-def _warm_up(server: served.Server) -> str:
+def _warm_up(server: server_process.Server) -> str:
     """Sends a first request to every API. Returns the name of the model."""
     with server.client(timeout=120) as client:
         model: str = client.get("/v1/models").json()["data"][0]["id"]
@@ -165,7 +167,7 @@ def _path(client: httpx.Client, endpoint: str) -> str:
     return path.format(conversation=conversation.json()["id"])
 
 
-def _post(server: served.Server, endpoint: str, body: bytes) -> None:
+def _post(server: server_process.Server, endpoint: str, body: bytes) -> None:
     with server.client(timeout=120) as client:
         try:
             response = client.post(_path(client, endpoint), content=body)
@@ -175,7 +177,7 @@ def _post(server: served.Server, endpoint: str, body: bytes) -> None:
     assert response.status_code in (200, 400, 404, 413), response.text[:500]
 
 
-def _converse(server: served.Server, body: bytes) -> None:
+def _converse(server: server_process.Server, body: bytes) -> None:
     from websockets.exceptions import ConnectionClosed
     from websockets.sync.client import connect
 

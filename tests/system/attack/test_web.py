@@ -17,7 +17,7 @@ from typing import Any
 import figures
 import psutil
 import pytest
-import server_process as served
+import server_process
 from size import size
 
 pytest.importorskip("httpx2")
@@ -67,7 +67,7 @@ COSTLY = {"endless": READ, "slow": REFUSED, "huge": READ, "around": REFUSED}
 class WebSetup:
     """A server, a search engine whose pages may be opened, and a private service."""
 
-    server: served.Server
+    server: server_process.Server
     model: str
     site: fake_web.Site
     service: fake_web.Site
@@ -93,11 +93,11 @@ def web_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebSetup]:
         site.add("/slow", fake_web.slowly)
         site.add("/huge", "<a href=x>y</a>" * (8 * MIB // 15))
         directory = standin.write(root / "gpt-oss-standin")
-        server = served.start(
+        server = server_process.start(
             directory,
-            *served.FLAG,
+            *server_process.FLAG,
             home=root / "home",
-            command=served.HARMONY,
+            command=server_process.HARMONY,
             preloaded=size(False, True),
             env={
                 "VLLM_MLX_HARMONY_WEB_SEARCH": f"searxng:{site.url}",
@@ -116,7 +116,9 @@ def web_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebSetup]:
             server.stop()
 
 
-def _fill_url(url: str, server: served.Server, site: fake_web.Site, service: fake_web.Site) -> str:
+def _fill_url(
+    url: str, server: server_process.Server, site: fake_web.Site, service: fake_web.Site
+) -> str:
     url = url.replace("SERVER", server.base_url).replace("SITE", site.url)
     return url.replace("PORT", str(service.port))
 

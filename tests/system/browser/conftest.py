@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fake_engines
 import pytest
-import server_process as served
+import server_process
+from app_server import run_server
 from inspected_server import KEY, MODEL, SCRIPTS, OpenPage, Site, TakeScreenshot
 
 from vllm_mlx_harmony import standin
@@ -51,9 +51,9 @@ def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         "VLLM_MLX_HARMONY_ID_ENDPOINT": "1",
         NO_GRAMMAR[0]: NO_GRAMMAR[1],
     }
-    command = served.HARMONY
-    server = served.start(
-        model, *served.FLAG, *flags, home=directory / "home", command=command, env=variables
+    command = server_process.HARMONY
+    server = server_process.start(
+        model, *server_process.FLAG, *flags, home=directory / "home", command=command, env=variables
     )
     yield Site(server.base_url)
     server.stop()
@@ -66,7 +66,7 @@ def behind_gateway(direct: Site) -> Iterator[Site]:
     settings = {"engines": [engine], "model": MODEL, "keys": [KEY], "inspect": True}
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv(*NO_GRAMMAR)
-        with fake_engines.served(gateway(load(settings, {}))) as url:
+        with run_server(gateway(load(settings, {}))) as url:
             yield Site(url)
 
 

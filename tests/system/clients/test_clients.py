@@ -24,7 +24,9 @@ from client_page import ANSWERS, OSLO, PAGE, PARIS, ROOT, SUNNY, Block, sections
 
 pytest.importorskip("prometheus_client")
 
-from fake_engines import FakeEngine, ids, served
+from app_server import run_server
+from fake_engines import FakeEngine
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core import vocab
@@ -68,7 +70,7 @@ class WeatherEngine(FakeEngine):
     """Calls the tool whose name ends in `get_weather`, then a `Weather` if there is one (the type
     of an answer), and answers."""
 
-    def output_ids(self, prompt: Sequence[int]) -> list[int]:
+    def output_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         text = vocab.encoding().decode(list(prompt))
         tools = re.findall(r"^type (\S*get_weather|Weather) = ", text, re.MULTILINE)
         weather = next((name for name in tools if name != "Weather"), "")
@@ -79,15 +81,15 @@ class WeatherEngine(FakeEngine):
         answer = ANSWERS[PARIS] if SUNNY in text else ANSWERS[OSLO]
         if "[[ ## answer ## ]]" in text:  # DSPy's format of fields
             answer = f"[[ ## answer ## ]]\n{answer}\n\n[[ ## completed ## ]]"
-        return ids(f"{_REASONING}<|channel|>final<|message|>{answer}<|return|>")
+        return ids_of(f"{_REASONING}<|channel|>final<|message|>{answer}<|return|>")
 
 
 _REASONING = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
 
 
-def _call(tool: str, arguments: str) -> list[int]:
+def _call(tool: str, arguments: str) -> tuple[int, ...]:
     header = f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>"
-    return ids(f"{_REASONING}{header}{arguments}<|call|>")
+    return ids_of(f"{_REASONING}{header}{arguments}<|call|>")
 
 
 @dataclass
@@ -219,9 +221,9 @@ def workspace_and_engine(tmp_path: Path) -> Iterator[tuple[Workspace, WeatherEng
     """An empty workspace, and the engine behind its gateway."""
     engine = WeatherEngine("vllm", {}, length=131_072)
     with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
+        url = stack.enter_context(run_server(engine.app))
         settings = GatewaySettings(engines=(Spec(url),), model=MODEL)
-        base = stack.enter_context(served(gateway(settings)))
+        base = stack.enter_context(run_server(gateway(settings)))
         yield Workspace(tmp_path, base, stack), engine
     for directory in ("venv", "node_modules"):
         shutil.rmtree(tmp_path / directory, ignore_errors=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-import server_process as served
+import server_process
 from client_page import ANSWERS, OSLO, PARIS, SUNNY
 
 from vllm_mlx_harmony import standin
@@ -58,8 +58,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     scripts = [Script(f"Wanted: {name}", output) for name, output in SCRIPTED.items()]
     scripts += [Script(*item) for item in PAGE_SCRIPTS.items()]
     model = standin.write(directory / "model", scripts)
-    flags = (*served.FLAG, "--served-model-name", MODEL)
-    server = served.start(model, *flags, home=directory / "home", command=served.HARMONY)
+    flags = (*server_process.FLAG, "--served-model-name", MODEL)
+    server = server_process.start(
+        model, *flags, home=directory / "home", command=server_process.HARMONY
+    )
     yield server.base_url
     server.stop()
 

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import openai
 import pytest
-import server_process as served
+import server_process
 
 from vllm_mlx_harmony import standin
 
-Start = Callable[..., served.Server]
+Start = Callable[..., server_process.Server]
 
 AS_SCRIPTED = {"VLLM_MLX_HARMONY_GRAMMAR": "off"}
 """Most scripts contain output that a grammar would forbid, to test that it is parsed anyway.
 Enforcement has tests of its own, and is on wherever agents run."""
+
+COMMAND = server_process.HARMONY if server_process.IS_LIGHT else server_process.HOST
 
 GREEDY = ("--default-temperature", "0")
 """For the tiny model; the stand-in is greedy by its configuration. `open_server` samples."""
@@ -38,23 +40,23 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterator[Start]:
-    """Starts servers; see `served.start`. Stops those that still run at the end.
+    """Starts servers; see `server_process.start`. Stops those that still run at the end.
 
     ``start(*flags, model=standin_dir, command=HOST, env=None, ready=True,
     preloaded=True, greedy=True)``
     """
-    running: list[served.Server] = []
+    running: list[server_process.Server] = []
 
     def start_server(
         *flags: str,
         model: Path | None = None,
-        command: Sequence[str] = served.HARMONY if served.IS_LIGHT else served.HOST,
+        command: Sequence[str] = COMMAND,
         env: Mapping[str, str] | None = None,
         ready: bool = True,
         preloaded: bool = True,
         greedy: bool = True,
-    ) -> served.Server:
-        server = served.start(
+    ) -> server_process.Server:
+        server = server_process.start(
             model or standin_dir,
             *(GREEDY if greedy else ()),
             *flags,
@@ -72,16 +74,16 @@ def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterat
         server.stop()
 
 
-@pytest.fixture(scope="session", params=list(served.SPELLINGS))
+@pytest.fixture(scope="session", params=list(server_process.SPELLINGS))
 def spelling(request: pytest.FixtureRequest) -> str:
     """The name of each of the host's own engines in turn."""
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
-def bare_host(start: Start, spelling: str) -> served.Server:
+def bare_host(start: Start, spelling: str) -> server_process.Server:
     """The host with the stand-in on one engine, without any Harmony flag: the host's own path."""
-    return start(*served.SPELLINGS[spelling])
+    return start(*server_process.SPELLINGS[spelling])
 
 
 # One server of each kind per session: starting one takes longer than most modules do.
@@ -90,49 +92,49 @@ def bare_host(start: Start, spelling: str) -> served.Server:
 
 
 @pytest.fixture(scope="session")
-def open_server(start: Start) -> served.Server:
+def open_server(start: Start) -> server_process.Server:
     """Without an API key: every key that is sent is a tenant. A process like any user's, which
     samples as gpt-oss does by default."""
-    flags = (*served.FLAG, "--default-temperature", "1")
-    return start(*flags, command=served.HARMONY, preloaded=False, greedy=False)
+    flags = (*server_process.FLAG, "--default-temperature", "1")
+    return start(*flags, command=server_process.HARMONY, preloaded=False, greedy=False)
 
 
 @pytest.fixture(scope="session")
-def keyed_server(start: Start) -> served.Server:
+def keyed_server(start: Start) -> server_process.Server:
     """With an API key. Sends a ping after a second of silence."""
-    flags = (*served.FLAG, "--api-key", served.KEY)
+    flags = (*server_process.FLAG, "--api-key", server_process.KEY)
     env = {"VLLM_MLX_HARMONY_PING_SECONDS": "1"}
-    return start(*flags, command=served.HARMONY, env=env)
+    return start(*flags, command=server_process.HARMONY, env=env)
 
 
 @pytest.fixture(scope="session")
-def enforcing_server(start: Start) -> served.Server:
+def enforcing_server(start: Start) -> server_process.Server:
     """With the default settings of grammars, and aliases of the model."""
     env = {
         "VLLM_MLX_HARMONY_GRAMMAR": "auto",
         "VLLM_MLX_HARMONY_MODEL_NAMES": "claude-*,gpt-4o",
     }
-    return start(*served.FLAG, command=served.HARMONY, env=env)
+    return start(*server_process.FLAG, command=server_process.HARMONY, env=env)
 
 
 # For the `server` that a module defines.
 
 
 @pytest.fixture(scope="module")
-def client(server: served.Server) -> Iterator[openai.OpenAI]:
+def client(server: server_process.Server) -> Iterator[openai.OpenAI]:
     """OpenAI's client."""
     with server.openai() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def model(server: served.Server) -> str:
+def model(server: server_process.Server) -> str:
     """The model's name there, its directory."""
     return str(server.model)
 
 
 @pytest.fixture(scope="session")
-def tiny_server(start: Start, tiny_dir: Path) -> served.Server:
+def tiny_server(start: Start, tiny_dir: Path) -> server_process.Server:
     """The real architecture with random weights, and a prefix cache."""
     env = {"VLLM_MLX_HARMONY_CACHE": "256M"}
-    return start(*served.FLAG, model=tiny_dir, command=served.HARMONY, env=env)
+    return start(*server_process.FLAG, model=tiny_dir, command=server_process.HARMONY, env=env)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from harmony_text import ids_of
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from row_answers import (
     FULL,
@@ -20,7 +21,7 @@ from row_answers import (
     check_chat,
     served_rows,
 )
-from rows import Row, ids
+from rows import Row
 from server_process import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
@@ -122,7 +123,7 @@ def test_model_that_plays_the_user_is_stopped(client: OpenAI, model: str, stream
     request = {"model": model, "messages": [user("Plays?")], "temperature": 0}
     answer = chat_answer(complete(client, stream=stream, **request))
     assert (answer["content"], answer["finish"]) == ("Shall I delete it?", "stop")
-    assert answer["usage"]["completion_tokens"] == len(ids(PLAYS_USER))
+    assert answer["usage"]["completion_tokens"] == len(ids_of(PLAYS_USER))
 
 
 def test_client_stream_helper_reads_tool_call(client: OpenAI, model: str) -> None:

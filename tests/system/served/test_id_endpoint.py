@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
-from fake_engines import served
+from app_server import run_server
 from server_process import FLAG, HARMONY, KEY
 
 from vllm_mlx_harmony import standin
@@ -59,7 +59,7 @@ def base(start: Start, standin_dir: Path) -> Iterator[str]:
         f"{engine_server.base_url}/v1/models", headers={"Authorization": f"Bearer {KEY}"}
     )
     spec = Spec(engine_server.base_url, key=KEY, model=models.json()["data"][0]["id"])
-    with served(gateway(GatewaySettings(engines=(spec,), model="gpt-oss-20b"))) as url:
+    with run_server(gateway(GatewaySettings(engines=(spec,), model="gpt-oss-20b"))) as url:
         ready = httpx.get(f"{url}/ready").json()
         assert ready["status"] == "ready", ready
         yield url

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import pytest
 from anthropic_checker import checked, prompt_tokens
+from harmony_text import ids_of
 from row_answers import (
     GENERATED,
     check_messages,
@@ -20,7 +21,7 @@ from row_answers import (
     messages_tools,
     served_rows,
 )
-from rows import Row, ids
+from rows import Row
 from server_process import KEY
 
 from vllm_mlx_harmony import standin
@@ -156,10 +157,10 @@ def test_tool_loop_with_thinking_is_continued(client: Anthropic, model: str, str
     assert added == first.usage.output_tokens + len(tool_result_ids("weather", "18 °C"))
 
 
-def tool_result_ids(tool: str, result: str) -> list[int]:
+def tool_result_ids(tool: str, result: str) -> tuple[int, ...]:
     """The ids that a tool's result adds to a prompt, after the model's own output."""
     header = f"<|start|>functions.{tool} to=assistant<|channel|>commentary"
-    return ids(f"{header}<|message|>{result}<|end|><|start|>assistant")
+    return ids_of(f"{header}<|message|>{result}<|end|><|start|>assistant")
 
 
 @pytest.mark.skipif(not hasattr(anthropic, "beta_tool"), reason="the client has no tool loop")

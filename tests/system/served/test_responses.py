@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 from event_checker import check, from_wire
+from harmony_text import ids_of
 from pydantic import BaseModel
 from row_answers import (
     GENERATED,
@@ -21,7 +22,7 @@ from row_answers import (
     responses_tools,
     served_rows,
 )
-from rows import Row, ids
+from rows import Row
 from server_process import KEY
 
 from vllm_mlx_harmony import standin
@@ -152,7 +153,7 @@ def is_continuation(first: Response, second: Response, result: str) -> bool:
     """Whether the second prompt is the first one, its output and the tool result, and no more."""
     assert first.usage and second.usage
     rest = f"{result}<|end|>{START}"
-    expected = first.usage.input_tokens + first.usage.output_tokens + len(ids(rest))
+    expected = first.usage.input_tokens + first.usage.output_tokens + len(ids_of(rest))
     return second.usage.input_tokens == expected
 
 
@@ -210,7 +211,7 @@ def test_tool_loop_of_codex_is_continued(
     second = checked_stream(server, {**body, "input": [*body["input"], *opaque, output]})
     assert second["output"][-1]["content"][0]["text"] == answer
     header = f"<|start|>functions.{tool} to=assistant<|channel|>commentary<|message|>"
-    rest = len(ids(f"{header}done\n<|end|>{START}"))
+    rest = len(ids_of(f"{header}done\n<|end|>{START}"))
     before = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
     assert second["usage"]["input_tokens"] == before + rest
 
@@ -330,7 +331,7 @@ def test_instructions_are_for_one_request(client: OpenAI, model: str) -> None:
     assert first.usage and plain.usage and instructed.usage
     developer = "<|start|>developer<|message|># Instructions\n\n{}<|end|>"
     assert instructed.usage.input_tokens - plain.usage.input_tokens == len(
-        ids(developer.format("Be very, very kind."))
+        ids_of(developer.format("Be very, very kind."))
     )
 
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 from event_checker import check, check_documents, from_wire
 from server_process import FLAG, HARMONY, KEY
+from waiting import wait_until
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -57,13 +58,6 @@ def server(keyed_server: Server, standin_dir: Path) -> Server:
     return keyed_server
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.05)
-
-
 # --- In the background.
 
 
@@ -74,8 +68,8 @@ def status(client: OpenAI, response_id: str) -> str:
 def test_background_response_is_polled(client: OpenAI, model: str) -> None:
     response = client.responses.create(model=model, input="Slowly.", background=True)
     assert (response.status, response.output) == ("queued", [])
-    wait_until(lambda: status(client, response.id) == "in_progress")
-    wait_until(lambda: status(client, response.id) == "completed")
+    wait_until(lambda: status(client, response.id) == "in_progress", "its start")
+    wait_until(lambda: status(client, response.id) == "completed", "its end")
     completed = client.responses.retrieve(response.id)
     assert completed.output_text == " word" * 30
     assert completed.background is True
@@ -117,7 +111,7 @@ def test_stream_resumes_where_it_was_cut(server: Server, client: OpenAI, model: 
 
 def test_background_response_is_cancelled(server: Server, client: OpenAI, model: str) -> None:
     response = client.responses.create(model=model, input="For ever.", background=True)
-    wait_until(lambda: bool(client.responses.retrieve(response.id).output))
+    wait_until(lambda: bool(client.responses.retrieve(response.id).output), "output")
     cancelled = client.responses.cancel(response.id)
     assert cancelled.status == "cancelled"
     server.wait_for_requests()
@@ -149,7 +143,7 @@ def test_running_response_is_deleted(server: Server, client: OpenAI, model: str)
 
 def test_background_failure_is_stored(client: OpenAI, model: str) -> None:
     response = client.responses.create(model=model, input="Break.", background=True)
-    wait_until(lambda: status(client, response.id) == "failed")
+    wait_until(lambda: status(client, response.id) == "failed", "its failure")
     error = client.responses.retrieve(response.id).error
     assert error is not None
     assert error.code == "server_error"

@@ -6,14 +6,15 @@ import json
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from harmony_text import ids_of
 from server_process import FLAG
+from waiting import wait_until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 from websockets.sync.connection import Connection
@@ -33,13 +34,9 @@ LONG_TOKEN = " " * 128
 """One id of the vocabulary, so that few steps of the model generate many bytes."""
 
 
-def ids(text: str) -> tuple[int, ...]:
-    return tuple(vocab.encoding().encode(text, allowed_special="all"))
-
-
 def long_answer(tokens: int) -> tuple[int, ...]:
     """An answer as ids, since the reference encoder cannot encode millions of spaces."""
-    return ids("<|channel|>final<|message|>") + ids(LONG_TOKEN) * tokens + (vocab.RETURN,)
+    return ids_of("<|channel|>final<|message|>") + ids_of(LONG_TOKEN) * tokens + (vocab.RETURN,)
 
 
 SCRIPTS = [
@@ -151,13 +148,6 @@ def read_messages_until_closed(connection: Connection) -> None:
         connection.recv(PATIENCE)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"not within {PATIENCE} s"
-        time.sleep(0.1)
-
-
 def is_free(server: Server) -> bool:
     return server.requests()[0] == 0
 
@@ -193,8 +183,10 @@ def test_stalled_readers_do_not_delay_others(server: Server, model: str) -> None
         with server.client(PATIENCE) as client:
             response = client.post("/v1/chat/completions", json=request)
         assert response.json()["choices"][0]["message"]["content"] == "Hi."
-        wait_until(lambda: is_free(server))  # though no client has read anything
-        wait_until(lambda: server.log.count(GIVEN_UP) == given_up + 4)
+        wait_until(
+            lambda: is_free(server), "the engine to be free", PATIENCE
+        )  # though no client has read anything
+        wait_until(lambda: server.log.count(GIVEN_UP) == given_up + 4, "four readers", PATIENCE)
         assert resident(server) - before < 64 * 1024 * 1024
         assert all(len(read_until_closed(connection)) < UNREAD for connection in connections)
         with pytest.raises(ConnectionClosed):
@@ -210,7 +202,9 @@ def test_slow_reader_receives_error(server: Server, model: str, path: str) -> No
     """The engine is free long before, and the last bytes that can be read are an error message."""
     before = server.finished()
     with open_stream(server, path, {"model": model, **ONLY_GENERATED[path]}) as connection:
-        wait_until(lambda: server.finished() > before)  # and nothing has been read
+        wait_until(
+            lambda: server.finished() > before, "the end", PATIENCE
+        )  # and nothing has been read
         received = read_until_closed(connection)
     assert b"the stream was closed because the client read it too slowly" in received
     assert len(received) < UNREAD
@@ -220,7 +214,7 @@ def test_stalled_reader_of_finished_answer_is_disconnected(server: Server, model
     """The rest of the answer fits into asyncio's buffer, but not into the system's."""
     path, given_up = "/v1/chat/completions", server.log.count(GIVEN_UP)
     with open_stream(server, path, {"model": model, **body(path, "Soon over.")}):
-        wait_until(lambda: server.log.count(GIVEN_UP) > given_up)
+        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, "the reader", PATIENCE)
 
 
 def test_stalled_websocket_reader_is_disconnected(server: Server, model: str) -> None:
@@ -229,7 +223,7 @@ def test_stalled_websocket_reader_is_disconnected(server: Server, model: str) ->
     with dial(server) as raw:
         websocket = connect(f"{url}/v1/responses", sock=raw, max_queue=1, compression=None)
         websocket.send(json.dumps(request))
-        wait_until(lambda: server.log.count(GIVEN_UP) > given_up)
+        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, "the reader", PATIENCE)
         with pytest.raises(ConnectionClosed):
             read_messages_until_closed(websocket)
 
@@ -245,6 +239,6 @@ def test_background_response_outlives_its_stalled_reader(server: Server, model: 
             received += connection.recv(4096)
             match = re.search(rb"resp_\w+", received)
         path = f"/v1/responses/{match[0].decode()}"
-        wait_until(lambda: server.log.count(GIVEN_UP) > given_up)
-        wait_until(lambda: client.get(path).json()["status"] == "completed")
+        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, "the reader", PATIENCE)
+        wait_until(lambda: client.get(path).json()["status"] == "completed", "the end", PATIENCE)
         read_until_closed(connection)

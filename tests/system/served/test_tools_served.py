@@ -18,6 +18,7 @@ import openai
 import psutil
 import pytest
 from server_process import FLAG, HARMONY
+from waiting import wait_until
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli.process import free_port
@@ -200,17 +201,9 @@ def test_client_disconnect_cancels_tool(server: Server) -> None:
     metric = 'vllm_mlx_harmony_tool_errors_total{server="slow",tool="sleep"} 1.0'
     body = {"model": str(server.model), "input": "Sleep.", "tools": []}
     with server.sent("/v1/responses", body):
-        wait_until(lambda: note.exists() and note.read_text() == "begun")
-    wait_until(lambda: note.read_text() == "cancelled")
-    wait_until(lambda: metric in httpx.get(f"{server.base_url}/metrics").text)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Waits for at most a minute."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+        wait_until(lambda: note.exists() and note.read_text() == "begun", "the call")
+    wait_until(lambda: note.read_text() == "cancelled", "its end")
+    wait_until(lambda: metric in httpx.get(f"{server.base_url}/metrics").text, "the metric")
 
 
 @pytest.mark.of_vllm_mlx

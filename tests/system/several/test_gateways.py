@@ -15,8 +15,11 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engines import FakeEngine, ids, served, until
+from app_server import run_server
+from fake_engines import FakeEngine
+from harmony_text import ids_of
 from real_redis import RedisServer
+from waiting import wait_until
 from websockets.sync.client import connect
 
 from vllm_mlx_harmony.cli.process import free_port
@@ -58,7 +61,7 @@ class Gateway:
             except httpx.HTTPError:
                 return False
 
-        until(answers, "the gateway to be ready", 180.0)
+        wait_until(answers, "the gateway to be ready", 180.0)
 
     def post(self, path: str, headers: dict[str, str] = KEYS, **fields: Any) -> httpx.Response:
         body = {"model": MODEL, **fields}
@@ -88,7 +91,7 @@ class Cluster:
     def __init__(self, stack: ExitStack, directory: Path) -> None:
         self.redis = stack.enter_context(RedisServer(directory))
         self.engines = [FakeEngine("vllm", SCRIPTS) for _ in range(2)]
-        self.urls = [stack.enter_context(served(engine.app)) for engine in self.engines]
+        self.urls = [stack.enter_context(run_server(engine.app)) for engine in self.engines]
         self.gateways = [self.gateway(stack) for _ in range(2)]
         for gateway in self.gateways:
             gateway.ready()
@@ -101,6 +104,10 @@ class Cluster:
     @property
     def prompts(self) -> list[tuple[int, ...]]:
         return [prompt for engine in self.engines for prompt in engine.prompts]
+
+    @property
+    def aborted(self) -> int:
+        return sum(engine.aborted for engine in self.engines)
 
     def forget(self) -> None:
         for engine in self.engines:
@@ -137,14 +144,14 @@ def test_conversation_continues_at_the_other_gateway(cluster: Cluster) -> None:
     assert items[0]["content"][0]["text"] == "Hello"
     continuation = second.respond("And more", previous_response_id=response["id"])
     assert content(continuation) == "More."
-    assert tuple(ids("Good day.")) == _within(cluster.prompts[-1], ids("Good day."))
+    assert ids_of("Good day.") == _within(cluster.prompts[-1], ids_of("Good day."))
 
 
-def _within(prompt: tuple[int, ...], part: list[int]) -> tuple[int, ...]:
+def _within(prompt: tuple[int, ...], part: tuple[int, ...]) -> tuple[int, ...]:
     """``part`` if ``prompt`` contains it, else an empty tuple."""
     for at in range(len(prompt)):
-        if list(prompt[at : at + len(part)]) == part:
-            return prompt[at : at + len(part)]
+        if prompt[at : at + len(part)] == part:
+            return part
     return ()
 
 
@@ -176,8 +183,8 @@ def test_turn_of_the_other_gateway_is_replayed(cluster: Cluster) -> None:
     assert second.post(chat, messages=messages, tools=tools).status_code == 200
     first_prompt, second_prompt = cluster.prompts
     assert second_prompt[: len(first_prompt)] == first_prompt
-    generated = ids(THINKING + CALL)
-    assert list(second_prompt[len(first_prompt) : len(first_prompt) + len(generated)]) == generated
+    generated = ids_of(THINKING + CALL)
+    assert second_prompt[len(first_prompt) : len(first_prompt) + len(generated)] == generated
 
 
 def test_both_gateways_route_conversation_to_same_engine(cluster: Cluster) -> None:
@@ -215,7 +222,7 @@ def test_reasoning_encrypted_by_one_gateway_is_read_by_the_other(cluster: Cluste
     items[-2] |= {"call_id": "call_another"}
     items[-1] |= {"call_id": "call_another"}
     second.respond(items, tools=tools, **fields)
-    assert any(_within(prompt, ids("Tools, then.")) for prompt in cluster.prompts)
+    assert any(_within(prompt, ids_of("Tools, then.")) for prompt in cluster.prompts)
 
 
 # --- Answers in the background
@@ -260,14 +267,14 @@ def test_background_response_is_cancelled_at_the_other_gateway(
 ) -> None:
     hold(cluster)
     first, second = cluster.gateways
-    aborted = sum(engine.aborted for engine in cluster.engines)
+    aborted = cluster.aborted
     response_id = first.respond("Count", background=True)["id"]
     if route == "responses":
         assert second.send("POST", f"{response_id}/cancel").json()["status"] == "cancelled"
     else:
         assert second.post(f"/v1/requests/{response_id}/cancel").json()["cancelled"] is True
     assert first.send("GET", response_id).json()["status"] == "cancelled"
-    until(lambda: sum(engine.aborted for engine in cluster.engines) == aborted + 1, "a free engine")
+    wait_until(lambda: cluster.aborted == aborted + 1, "a free engine")
     events = events_of(second.send("GET", response_id, stream="true"))
     assert events[-1]["response"]["status"] == "cancelled"
 
@@ -275,7 +282,7 @@ def test_background_response_is_cancelled_at_the_other_gateway(
 def test_streamed_answer_is_cancelled_at_the_other_gateway(cluster: Cluster) -> None:
     hold(cluster)
     first, second = cluster.gateways
-    aborted = sum(engine.aborted for engine in cluster.engines)
+    aborted = cluster.aborted
     body = {
         "model": MODEL,
         "stream": True,
@@ -293,7 +300,7 @@ def test_streamed_answer_is_cancelled_at_the_other_gateway(cluster: Cluster) -> 
         assert response.json()["cancelled"] is True
         rest = [line for line in lines if line]
     assert '"code":"cancelled"' in "".join(rest[-2:]).replace(" ", "")
-    until(lambda: sum(engine.aborted for engine in cluster.engines) == aborted + 1, "a free engine")
+    wait_until(lambda: cluster.aborted == aborted + 1, "a free engine")
     assert second.post(path).status_code == 404  # it has ended
 
 
@@ -330,7 +337,7 @@ def test_background_response_is_deleted_at_the_other_gateway(cluster: Cluster) -
         assert gateway.send("GET", running_id, stream="true").status_code == 404
     cluster.forget()
     completed_id = first.respond("Hello", background=True)["id"]
-    until(lambda: first.send("GET", completed_id).json()["status"] == "completed", "the end")
+    wait_until(lambda: first.send("GET", completed_id).json()["status"] == "completed", "the end")
     assert second.send("DELETE", completed_id).json()["deleted"]
     for gateway in cluster.gateways:
         assert gateway.send("GET", completed_id).status_code == 404
@@ -357,7 +364,7 @@ def test_gateways_answer_while_redis_is_down(cluster: Cluster) -> None:
     def both_store() -> bool:
         return all(gateway.respond("Hello")["store"] for gateway in cluster.gateways)
 
-    until(both_store, "the gateways to find Redis again", 180)
+    wait_until(both_store, "the gateways to find Redis again", 180)
     stored_response = first.respond("Hello")
     assert second.send("GET", stored_response["id"]).json() == stored_response
 
@@ -376,7 +383,7 @@ def test_other_gateway_serves_on_when_one_is_killed(cluster: Cluster) -> None:
             messages=[{"role": "user", "content": "Count"}],
             stream=True,
         )
-        until(lambda: sum(engine.running for engine in cluster.engines) == 2, "both answers")
+        wait_until(lambda: sum(engine.running for engine in cluster.engines) == 2, "both answers")
         killed.kill()
         hold(cluster, False)
         assert survivor.send("GET", stored_response["id"]).json() == stored_response
@@ -393,7 +400,7 @@ def test_other_gateway_serves_on_when_one_is_killed(cluster: Cluster) -> None:
         def has_failed() -> bool:
             return bool(survivor.send("GET", running_id).json()["status"] == "failed")
 
-        until(has_failed, "the answer to be given up", 180)
+        wait_until(has_failed, "the answer to be given up", 180)
         error = survivor.send("GET", running_id).json()["error"]
         assert error["code"] == "server_error" and "has stopped" in error["message"]
         events = events_of(survivor.send("GET", running_id, stream="true"))
@@ -407,7 +414,7 @@ def test_conversation_survives_death_of_its_engine(tmp_path: Path) -> None:
         engines = [FakeEngine("vllm", SCRIPTS) for _ in range(2)]
         stacks = [stack.enter_context(ExitStack()) for _ in engines]
         urls = [
-            engine_stack.enter_context(served(engine.app))
+            engine_stack.enter_context(run_server(engine.app))
             for engine_stack, engine in zip(stacks, engines, strict=True)
         ]
         gateway = Gateway(redis.url, urls)
@@ -421,7 +428,7 @@ def test_conversation_survives_death_of_its_engine(tmp_path: Path) -> None:
             assert content(continuation) == "More."
         other_engine = engines[1 - home]
         assert len(other_engine.prompts) == 5 and _within(
-            other_engine.prompts[-1], ids("Good day.")
+            other_engine.prompts[-1], ids_of("Good day.")
         )
         metrics = httpx.get(f"{gateway.url}/metrics", timeout=180).text
         assert 'vllm_mlx_harmony_routed_total{why="moved"} 1.0' in metrics

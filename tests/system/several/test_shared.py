@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_engines import until
 from real_redis import RedisServer
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
+from waiting import wait_until
 
 from vllm_mlx_harmony.core.errors import HostError, StoreError
 from vllm_mlx_harmony.core.replay import Output, Replay
@@ -458,7 +458,7 @@ def test_lost_redis_delays_no_request_and_is_found_again(
             responses_found.append(responses.get(KEPT.key))
         return bool(responses_found)
 
-    until(answers, "Redis to be found again")
+    wait_until(answers, "Redis to be found again")
     assert responses_found == [None if fault == "stopped" else KEPT]
     assert responses.put(KEPT) and responses.get(KEPT.key) == KEPT
     assert Connection(private_server.url).encryption_key == connection.encryption_key

@@ -19,8 +19,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engines import FakeEngine, served, until
+from app_server import run_server
+from fake_engines import FakeEngine
 from real_redis import RedisServer
+from waiting import wait_until
 
 from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.server.peers.connection import key_of
@@ -58,7 +60,7 @@ class Cluster:
 
     def _serve(self, number: int) -> None:
         app = self.engines[number].app
-        self._running[number].enter_context(served(app, port=self._ports[number]))
+        self._running[number].enter_context(run_server(app, port=self._ports[number]))
 
     def _write_files(self, *engines: int) -> None:
         """Writes the engines into the files."""
@@ -79,7 +81,7 @@ class Cluster:
         process = subprocess.Popen(command, env=environment)
         self._stack.callback(process.wait, 180)
         self._stack.callback(process.kill)
-        until(lambda: self._ready(number) == {"up"}, "the gateway", 180)
+        wait_until(lambda: self._ready(number) == {"up"}, "the gateway", 180)
         return process
 
     def _ready(self, number: int, engine: int | None = None) -> set[str]:
@@ -101,7 +103,9 @@ class Cluster:
         self._write_files(*({0, 1, 2} - {number}))
         self._reload()
         for gateway in range(2):
-            until(lambda g=gateway: not self._ready(g, number), "the engine to be drained", 180)
+            wait_until(
+                lambda g=gateway: not self._ready(g, number), "the engine to be drained", 180
+            )
         assert self.engines[number].running == 0
         self._running[number].close()
         self.engines[number] = FakeEngine("vllm", SCRIPTS, pause=0.01)
@@ -109,7 +113,7 @@ class Cluster:
         self._write_files(0, 1, 2)
         self._reload()
         for gateway in range(2):
-            until(lambda g=gateway: self._ready(g, number) == {"up"}, "the new engine", 180)
+            wait_until(lambda g=gateway: self._ready(g, number) == {"up"}, "the new engine", 180)
 
     def upgrade_gateway(self, number: int) -> None:
         """Stops it and starts another one on its port."""
@@ -176,7 +180,7 @@ def test_limits_hold_at_both_gateways(cluster: Cluster) -> None:
     assert [status(turn % 2, "requests") for turn in range(5)] == [200, 200, 200, 429, 429]
     assert remaining_tokens(1) == "50"
     assert status(0, "tokens") == 200
-    until(lambda: remaining_tokens(1) == "0", "the tokens to be counted")
+    wait_until(lambda: remaining_tokens(1) == "0", "the tokens to be counted")
     assert [status(gateway, "tokens") for gateway in (1, 0)] == [429, 429]
     for engine in cluster.engines:
         engine.held = True
@@ -189,7 +193,7 @@ def test_limits_hold_at_both_gateways(cluster: Cluster) -> None:
         engine.held = False
     # Entries that are not removed expire after a minute, and each request removes those.
     running = key_of("running", "answers")
-    until(lambda: cluster.redis.client.zcard(running) == 0, "the answer to end", 60)
+    wait_until(lambda: cluster.redis.client.zcard(running) == 0, "the answer to end", 60)
     assert status(1, "answers") == 200
 
 
@@ -215,7 +219,7 @@ def test_no_request_fails_during_upgrades(cluster: Cluster) -> None:
                 for number in range(2):
                     cluster.upgrade_gateway(number)
                 answered = sum(answers.values())
-                until(lambda: sum(answers.values()) > answered + 20, "more answers", 180)
+                wait_until(lambda: sum(answers.values()) > answered + 20, "more answers", 180)
             finally:
                 stop.set()
             for sender in senders:

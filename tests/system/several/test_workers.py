@@ -15,8 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engines import FakeEngine, served, until
+from app_server import run_server
+from fake_engines import FakeEngine
 from real_redis import RedisServer
+from waiting import wait_until
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.server.settings import STORE_VARIABLE
@@ -34,7 +36,7 @@ class MultiWorkerGateway:
 
     def __init__(self, stack: ExitStack, directory: Path, keys: str = "") -> None:
         self.engine = FakeEngine("vllm", SCRIPTS)
-        self._url = stack.enter_context(served(self.engine.app))
+        self._url = stack.enter_context(run_server(self.engine.app))
         self._file = directory / "gateway.toml"
         self.write(keys)
         redis = stack.enter_context(RedisServer(directory)).url
@@ -46,13 +48,13 @@ class MultiWorkerGateway:
             self.process = subprocess.Popen(command, stderr=log, env=environment)
         stack.callback(self.process.wait, 180)
         stack.callback(self.process.kill)
-        until(lambda: "running on" in self.log, "the port to be bound", 300)
-        until(lambda: len(self.pids) == WORKERS, "the workers")
+        wait_until(lambda: "running on" in self.log, "the port to be bound", 300)
+        wait_until(lambda: len(self.pids) == WORKERS, "the workers")
         address = next(line for line in self.log.splitlines() if "running on" in line)
         self.url = next(word for word in address.split() if word.startswith("http://"))
         for pid in self.pids:
             with self.only_worker(pid):
-                until(self.is_ready, f"worker {pid}", 180)
+                wait_until(self.is_ready, f"worker {pid}", 180)
 
     def write(self, keys: str, *more: str) -> None:
         lines = [
@@ -152,7 +154,7 @@ def test_workers_share_limits_responses_and_metrics(tmp_path: Path) -> None:
             ("engine_up", 1),
             ("refused_total", 3),
         ):
-            until(
+            wait_until(
                 lambda n=name, v=value: (
                     gateway.from_each_worker(lambda: gateway.metric(n)) == [v] * WORKERS
                 ),
@@ -161,7 +163,7 @@ def test_workers_share_limits_responses_and_metrics(tmp_path: Path) -> None:
         # SIGHUP reloads every worker, and an invalid file none.
         gateway.write('b = "key-of-b"')
         gateway.process.send_signal(signal.SIGHUP)
-        until(lambda: gateway.log.count("settings reloaded") == WORKERS, "the reload")
+        wait_until(lambda: gateway.log.count("settings reloaded") == WORKERS, "the reload")
         assert (
             gateway.from_each_worker(
                 lambda: [gateway.post(f"key-of-{name}").status_code for name in "ab"]
@@ -170,20 +172,22 @@ def test_workers_share_limits_responses_and_metrics(tmp_path: Path) -> None:
         )
         gateway.write('c = "key-of-c"', "nonsense = 1")
         gateway.process.send_signal(signal.SIGHUP)
-        until(lambda: "not reloaded" in gateway.log, "the error")
+        wait_until(lambda: "not reloaded" in gateway.log, "the error")
         # A killed worker is replaced by one with the current settings; counters are kept.
         killed, requests_before = gateway.pids[0], gateway.metric("requests_total")
         os.kill(killed, signal.SIGKILL)
-        until(
+        wait_until(
             lambda: killed not in gateway.pids and len(gateway.pids) == WORKERS,
             "another worker",
             180,
         )
         new_pid = gateway.pids[-1]
         with gateway.only_worker(new_pid):
-            until(gateway.is_ready, "the new worker", 180)
+            wait_until(gateway.is_ready, "the new worker", 180)
             assert [gateway.post(f"key-of-{name}").status_code for name in "abc"] == [401, 200, 401]
-            until(lambda: gateway.metric("requests_total") == requests_before + 1, "the counters")
+            wait_until(
+                lambda: gateway.metric("requests_total") == requests_before + 1, "the counters"
+            )
             assert gateway.metric("requests_running") == 0
 
 
@@ -206,7 +210,7 @@ def test_sigterm_lets_streams_finish(to: str, tmp_path: Path) -> None:
             os.kill(pid, signal.SIGTERM)
         for pid in gateway.pids:
             with gateway.only_worker(pid):
-                until(lambda: not gateway.is_ready(), "the drain to begin")
+                wait_until(lambda: not gateway.is_ready(), "the drain to begin")
                 assert gateway.post().status_code == 503
         gateway.engine.held = False
         for lines in streams:
@@ -231,7 +235,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
                 return isinstance(error, httpx.ConnectError)
             return False
 
-        until(refuses_connections, "the workers to end", 180)
+        wait_until(refuses_connections, "the workers to end", 180)
 
 
 @pytest.mark.parametrize(

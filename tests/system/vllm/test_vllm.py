@@ -17,7 +17,8 @@ import anthropic
 import httpx
 import openai
 import pytest
-from fake_engines import served, until
+from app_server import run_server
+from waiting import wait_until
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.gateway.app import gateway
@@ -51,9 +52,9 @@ def url(request: pytest.FixtureRequest, vllm: str) -> Iterator[str]:
 @contextmanager
 def gateway_over(settings: GatewaySettings) -> Iterator[str]:
     """The URL of a gateway whose trial of its engine, which outlasts the start, is over."""
-    with served(gateway(settings)) as url:
+    with run_server(gateway(settings)) as url:
         ready = partial(httpx.get, f"{url}/ready", timeout=SECONDS)
-        until(lambda: ready().status_code == httpx.codes.OK, "the engine's trial", SECONDS)
+        wait_until(lambda: ready().status_code == httpx.codes.OK, "the engine's trial", SECONDS)
         yield url
 
 
@@ -190,7 +191,7 @@ def test_client_disconnect_frees_vllm(chat: openai.OpenAI, vllm: str) -> None:
             if number == 5:
                 assert _running_requests(vllm) == 1
                 break
-    until(lambda: _running_requests(vllm) == 0, "vLLM to be free", SECONDS)
+    wait_until(lambda: _running_requests(vllm) == 0, "vLLM to be free", SECONDS)
 
 
 def _running_requests(vllm: str) -> int:

@@ -16,14 +16,14 @@ Serving = Callable[..., AbstractContextManager[process.Running]]
 @pytest.fixture
 def forked() -> Serving:
     """Like `process.serving`, without the start of Python: see `tests/support/preloaded.py`."""
-    import server_process as served
+    import server_process
 
     @contextmanager
     def serving(
         model: Path, home: Path, flags: Sequence[str] = (), env: Mapping[str, str] | None = None
     ) -> Iterator[process.Running]:
-        server = served.start(
-            model, *served.FLAG, *flags, home=home, command=served.HARMONY, env=env
+        server = server_process.start(
+            model, *server_process.FLAG, *flags, home=home, command=server_process.HARMONY, env=env
         )
         port = int(server.base_url.rpartition(":")[2])
         command = tuple(process.command(model, port, flags))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 
 import pytest
+from harmony_text import ids_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from rows import ids as ids_of
 from sizes import examples
 
 from vllm_mlx_harmony.cli.paint import CONTROL_STYLE, KIND_STYLES, colorize

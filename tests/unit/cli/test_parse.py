@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.__main__ import main
-from vllm_mlx_harmony.core import vocab
 
 TURN = (
     "<|channel|>analysis<|message|>Need it.<|end|>"
@@ -22,11 +22,6 @@ MESSAGES = [
     {"kind": "preamble", "text": "Let me look.", "complete": True},
     {"kind": "call", "name": "get_weather", "arguments": '{"city":"Zürich"}', "complete": True},
 ]
-
-
-def ids_of(text: str) -> list[int]:
-    """Ids of text with the control tokens written out."""
-    return list(vocab.encoding().encode(text, allowed_special="all"))
 
 
 @pytest.fixture

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("llguidance")
 
-from rows import ids
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
@@ -16,8 +17,9 @@ from vllm_mlx_harmony.core.grammar import Compiled, Mask, Policy, compile_gramma
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Tool, Turn, User
 
-ANALYSIS = ids("<|channel|>analysis<|message|>")
-THOUGHT = ids(".")
+ANALYSIS = ids_of("<|channel|>analysis<|message|>")
+THOUGHT = ids_of(".")
+ANSWERING = ids_of("<|channel|>final<|message|>")
 
 
 def matcher_after(spec: ConstraintSpec, *tokens: int) -> Constraint:
@@ -45,7 +47,7 @@ def test_spec_is_true_when_it_limits_anything(spec: ConstraintSpec, expected: bo
 
 def test_turn_does_not_end_before_min_tokens() -> None:
     matcher = Constraint(ConstraintSpec(min_tokens=2)).start()
-    for token in ids("<|channel|>final")[:2]:
+    for token in ids_of("<|channel|>final")[:2]:
         mask = matcher.mask()
         assert mask is not None
         assert any(end not in mask for end in vocab.TURN_ENDS)
@@ -87,7 +89,7 @@ def test_grammar_and_limits_apply_together() -> None:
     assert spec
     constraint = Constraint(spec)
     matcher = constraint.start()
-    output = [*ids("<|channel|>final<|message|>Hi."), vocab.RETURN]
+    output = [*ids_of("<|channel|>final<|message|>Hi."), vocab.RETURN]
     for token in output[:-1]:
         mask = matcher.mask()
         assert mask is not None and token in mask
@@ -99,9 +101,9 @@ def test_grammar_and_limits_apply_together() -> None:
     assert unlimited.mask() is None  # it is at its end
 
 
-TEXT = ids("Hi there, how are you?")
-CALL = ids("<|start|>assistant<|channel|>commentary to=functions.x <|constrain|>json<|message|>")
-CUT = [*ANALYSIS, *THOUGHT, *ids("<|end|><|start|>assistant")]
+TEXT = ids_of("Hi there, how are you?")
+CALL = ids_of("<|start|>assistant<|channel|>commentary to=functions.x <|constrain|>json<|message|>")
+CUT = [*ANALYSIS, *THOUGHT, *ids_of("<|end|><|start|>assistant")]
 """Reasoning that a budget of one id has ended."""
 
 
@@ -118,12 +120,12 @@ CUT = [*ANALYSIS, *THOUGHT, *ids("<|end|><|start|>assistant")]
         (ConstraintSpec(repetitions=2), [*ANALYSIS, *THOUGHT * 1495], TEXT, 0),  # nearly a loop
         (ConstraintSpec(reasoning_tokens=20), [*ANALYSIS], TEXT, len(TEXT)),
         (ConstraintSpec(reasoning_tokens=len(TEXT)), [*ANALYSIS], TEXT, 0),
-        (ConstraintSpec(reasoning_tokens=1), ids("<|channel|>final<|message|>"), TEXT, len(TEXT)),
+        (ConstraintSpec(reasoning_tokens=1), ANSWERING, TEXT, len(TEXT)),
         (ConstraintSpec(reasoning_tokens=1), [*ANALYSIS, *THOUGHT], TEXT, 0),  # ids are forced
     ],
 )
 def test_masks_of_draft_equal_masks_of_single_ids(
-    spec: ConstraintSpec, before: list[int], draft: list[int], expected: int
+    spec: ConstraintSpec, before: Sequence[int], draft: Sequence[int], expected: int
 ) -> None:
     check_draft(spec, before, draft, expected)
 
@@ -142,10 +144,12 @@ def test_masks_of_draft_equal_masks_of_single_ids(
 )
 def test_draft_ends_at_first_id_outside_grammar(before: str, draft: str, expected: int) -> None:
     spec = ConstraintSpec(grammar=compiled_grammar(), min_tokens=12, repetitions=8)
-    check_draft(spec, ids(before), ids(draft), expected)
+    check_draft(spec, ids_of(before), ids_of(draft), expected)
 
 
-def check_draft(spec: ConstraintSpec, before: list[int], draft: list[int], expected: int) -> None:
+def check_draft(
+    spec: ConstraintSpec, before: Sequence[int], draft: Sequence[int], expected: int
+) -> None:
     def bits(mask: Mask | None) -> bytes | None:
         return None if mask is None else bytes(mask.words)
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from harmony_text import ids_of, text_of
 from rows import ANSWER, CALL, PLAYED, ROWS, STOPS, Row
-from rows import ids as ids_of
 
-from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Started, Text
 from vllm_mlx_harmony.core.errors import RequestError
@@ -38,10 +37,6 @@ CALL_OUTPUT = (
 )
 ANSWER_OUTPUT = "<|channel|>final<|message|>It is 4.<|return|>"
 RESULT = "<|start|>functions.add to=assistant<|channel|>commentary<|message|>4<|end|>"
-
-
-def text_of(ids: tuple[int, ...]) -> str:
-    return vocab.encoding().decode(ids)
 
 
 def context() -> StreamingHarmonyContext:

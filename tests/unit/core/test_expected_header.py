@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rows import ids
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.core.expected_header import ExpectedHeader
 from vllm_mlx_harmony.core.names import Names
@@ -42,19 +42,19 @@ ROWS = [
 )
 def test_predicted_ids_complete_header(names: Names, output: str, expected: str) -> None:
     header = ExpectedHeader(expected_headers(names))
-    for token in ids(output):
+    for token in ids_of(output):
         header.consume(token)
     predicted = header.next(100)
-    assert predicted == ids(expected)
+    assert predicted == [*ids_of(expected)]
     assert [header.next(most) for most in range(4)] == [predicted[:most] for most in range(4)]
 
 
 def test_unexpected_headers_stop_prediction() -> None:
     header = ExpectedHeader(expected_headers(TOOLS))
-    for token in ids(PREAMBLE * 2):
+    for token in ids_of(PREAMBLE * 2):
         header.consume(token)
     assert header.next(9) == []
-    for token in ids(BEGIN):
+    for token in ids_of(BEGIN):
         header.consume(token)
     assert header.next(9) == []
 
@@ -62,13 +62,13 @@ def test_unexpected_headers_stop_prediction() -> None:
 def test_prefilled_answer_predicts_no_header() -> None:
     header = ExpectedHeader(expected_headers(TOOLS), answering=True)
     assert header.next(9) == []
-    for token in ids("Hi<|end|>"):
+    for token in ids_of("Hi<|end|>"):
         header.consume(token)
-    assert header.next(9) == ids(BEGIN)
+    assert header.next(9) == [*ids_of(BEGIN)]
 
 
 def test_no_headers_predict_nothing() -> None:
     header = ExpectedHeader(())
-    for token in ids(f"{ANALYSIS}{BEGIN}"):
+    for token in ids_of(f"{ANALYSIS}{BEGIN}"):
         assert header.next(9) == []
         header.consume(token)

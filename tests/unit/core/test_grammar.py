@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from rows import ids as ids_of
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Opened

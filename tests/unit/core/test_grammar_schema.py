@@ -15,9 +15,9 @@ from typing import Any
 import jsonschema
 import pytest
 from grammar_texts import OBJECT, SCHEMAS, chain
+from harmony_text import ids_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import ids as ids_of
 from sizes import FEW, examples
 from spellings_of_json import respelled
 from tool_shapes import DIALECTS, SHAPES, Dialect, Shape, changed, drawn, fitting, schema_of

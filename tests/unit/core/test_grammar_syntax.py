@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from rows import ids as ids_of
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+from harmony_text import ids_of
 from rows import ROWS, Row
-from rows import ids as ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
@@ -17,7 +19,7 @@ from vllm_mlx_harmony.core.turn import OutputLimits, ResponseInfo, Tool, Turn, U
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1, "m")
 
 
-def logprobs_of_positions(ids: list[int]) -> list[TokenLogprob]:
+def logprobs_of_positions(ids: Sequence[int]) -> list[TokenLogprob]:
     """Log probabilities whose values are the positions of the ids."""
     return [TokenLogprob(token, -float(at)) for at, token in enumerate(ids)]
 
@@ -68,7 +70,7 @@ def test_logprobs_cover_content_and_change_no_deltas(row: Row) -> None:
 
 FINAL = "<|channel|>final<|message|>"
 PILOT = ids_of("🧑🏽‍🚀!")
-CLEAN: dict[str, tuple[list[int], tuple[str, ...], str, list[int]]] = {
+CLEAN: dict[str, tuple[tuple[int, ...], tuple[str, ...], str, list[int]]] = {
     # name: the body, stop strings, the text, the places of its ids in the body
     "text": (ids_of("Hello there."), (), "Hello there.", [0, 1, 2]),
     "a character of several ids": (
@@ -86,7 +88,7 @@ CLEAN: dict[str, tuple[list[int], tuple[str, ...], str, list[int]]] = {
 @pytest.mark.parametrize(("body", "stop", "text", "places"), CLEAN.values(), ids=CLEAN)
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 def test_logprob_comes_with_its_text(
-    body: list[int], stop: tuple[str, ...], text: str, places: list[int], at_once: int
+    body: tuple[int, ...], stop: tuple[str, ...], text: str, places: list[int], at_once: int
 ) -> None:
     turn = Turn((User("Hi"),), limits=OutputLimits(stop=stop))
     context = StreamingHarmonyContext(turn, INFO)

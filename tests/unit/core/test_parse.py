@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
+from harmony_text import ids_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_harmony import Role, StreamableParser
 from rows import ANSWER, CALL, POSITIONS, PREFIXES, REASONING, ROWS, WELL_FORMED, Row, noisy
-from rows import ids as ids_of
 from sizes import examples
 
 from vllm_mlx_harmony.core import vocab
@@ -19,7 +19,7 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import TRANSITIONS, Parser, State
 from vllm_mlx_harmony.core.turn import Tool, Turn
 
-Chunks = list[list[int]]
+Chunks = list[Sequence[int]]
 
 
 def parser_of(row: Row) -> Parser:
@@ -49,12 +49,12 @@ def messages_of(deltas: list[Delta]) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, messages))
 
 
-def every_cut(ids: list[int]) -> list[Chunks]:
+def every_cut(ids: Sequence[int]) -> list[Chunks]:
     """Whole, id by id, with empty chunks, and in two at every place."""
     return [[ids], *id_by_id(ids), *([ids[:at], ids[at:]] for at in range(1, len(ids)))]
 
 
-def id_by_id(ids: list[int]) -> list[Chunks]:
+def id_by_id(ids: Sequence[int]) -> list[Chunks]:
     """With empty chunks between them, and without."""
     return [[[token] for token in ids], [chunk for token in ids for chunk in ([], [token])]]
 
@@ -75,7 +75,7 @@ def test_row_is_parsed_to_expected_messages(row: Row) -> None:
 )
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_chunking_does_not_change_deltas(
-    row: Row, cuts: Callable[[list[int]], list[Chunks]]
+    row: Row, cuts: Callable[[Sequence[int]], list[Chunks]]
 ) -> None:
     ids = ids_of(row.output)
     whole = deltas_of(parser_of(row), [ids], cut=row.cut)
@@ -120,9 +120,9 @@ EMOJI = "🧑🏽‍🚀".encode()
 def test_split_and_invalid_utf8_is_decoded(
     header: str, body: list[bytes], cut: bool, text: str
 ) -> None:
-    ids = ids_of(header) + [byte_id for part in body for byte_id in raw_ids(part)]
     end = [] if cut else [vocab.RETURN]
-    for chunks in every_cut(ids + end):
+    ids = [*ids_of(header), *(byte_id for part in body for byte_id in raw_ids(part)), *end]
+    for chunks in every_cut(ids):
         deltas = deltas_of(Parser(), chunks, cut=cut)
         assert messages_of(deltas) == ((ANSWER, text),)
 
@@ -134,7 +134,7 @@ def raw_ids(raw: bytes) -> list[int]:
 
 
 def test_half_character_in_header_does_not_reach_body() -> None:
-    ids = raw_ids(b"\xf0\x9f") + ids_of("<|message|>Hi.<|return|>")
+    ids = [*raw_ids(b"\xf0\x9f"), *ids_of("<|message|>Hi.<|return|>")]
     assert messages_of(deltas_of(Parser(), [ids])) == ((ANSWER, "Hi."),)
 
 
@@ -319,7 +319,7 @@ def transcripts(draw: st.DrawFn) -> list[int]:
         body = draw(BODIES)
         start = "<|start|>assistant" if position else ""
         end = "<|call|>" if "to=" in header else "<|end|>"
-        ids += ids_of(f"{start}{header}<|message|>") + body_ids(body) + ids_of(end)
+        ids += [*ids_of(f"{start}{header}<|message|>"), *body_ids(body), *ids_of(end)]
     return ids
 
 
@@ -334,7 +334,7 @@ def test_reference_agrees_with_rows(row: Row) -> None:
     assert reference(ids_of(row.output)) == row.expected
 
 
-def reference(ids: list[int]) -> tuple[tuple[str, ...], ...]:
+def reference(ids: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     """What openai-harmony's parser makes of ``ids``, in the words of a row."""
     parser = StreamableParser(vocab.encoding(), Role.ASSISTANT)
     for token in ids:
@@ -362,7 +362,7 @@ def reference(ids: list[int]) -> tuple[tuple[str, ...], ...]:
 def test_spelled_control_tokens_are_text(text: str) -> None:
     """In a body, they are text that the model wrote, and they come back as text."""
     body = CONTROL_TEXT + text
-    ids = ids_of("<|channel|>final<|message|>") + body_ids(body) + [vocab.RETURN]
+    ids = [*ids_of("<|channel|>final<|message|>"), *body_ids(body), vocab.RETURN]
     shown = body.encode("utf-8", "replace").decode()
     expected = vocab.encoding().decode(body_ids(body))
     assert messages_of(deltas_of(Parser(), [ids])) in (((ANSWER, shown),), ((ANSWER, expected),))

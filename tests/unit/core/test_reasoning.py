@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from rows import ids as ids_of
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Finished

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from harmony_text import ids_of, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_harmony import (
@@ -20,7 +21,6 @@ from openai_harmony import (
     ToolDescription,
 )
 from openai_harmony import Message as HarmonyMessage
-from rows import ids as ids_of
 from sizes import examples
 
 from vllm_mlx_harmony.core import vocab
@@ -95,10 +95,6 @@ ONE_TOOL = (
     "type {} = () => any;\n\n}} // namespace functions<|end|>"
 )
 TOOL_MESSAGE = f"<|start|>developer<|message|>{WEATHER_SECTION}<|end|>"
-
-
-def text_of(ids: Sequence[int]) -> str:
-    return vocab.encoding().decode(list(ids))
 
 
 def turn(*messages: Message, **more: Any) -> Turn:
@@ -362,10 +358,10 @@ def test_turn_is_rendered_as_prompt(given_turn: Turn, expected: str) -> None:
     shown = text_of(ids)
     if given_turn.builtin_tools:  # their long texts are openai-harmony's
         assert shown.endswith(expected)
-        assert list(ids[-len(ids_of(expected)) :]) == ids_of(expected)
+        assert ids[-len(ids_of(expected)) :] == ids_of(expected)
     else:
         assert shown == expected
-        assert list(ids) == ids_of(expected)
+        assert ids == ids_of(expected)
 
 
 def test_builtin_tools_are_in_system_message() -> None:
@@ -538,7 +534,7 @@ def harmony_developer(text: str) -> HarmonyMessage:
 
 def without_recipient(ids: list[int]) -> list[int]:
     """``ids`` without the recipient: oss-harmony writes it after the channel, A5 before."""
-    header, recipient = ids[: ids.index(vocab.MESSAGE)], ids_of(" to=assistant")
+    header, recipient = ids[: ids.index(vocab.MESSAGE)], [*ids_of(" to=assistant")]
     size = len(recipient)
     positions = [at for at in range(len(header)) if header[at : at + size] == recipient]
     return [*ids[: positions[0]], *ids[positions[0] + size :]] if positions else ids
@@ -585,7 +581,7 @@ def test_system_and_developer_match_openai_harmony() -> None:
             HarmonyMessage.from_role_and_content(role, content), options
         )
     ]
-    assert list(render(given_turn).ids) == theirs + ids_of(HI + GO)
+    assert render(given_turn).ids == (*theirs, *ids_of(HI + GO))
 
 
 def test_safeguard_policy_matches_openai_harmony() -> None:
@@ -609,7 +605,7 @@ def test_response_format_is_encoded_together_with_instructions() -> None:
     """A token may span the end of a section."""
     given_turn = turn(Instructions("x\n"), User("Hi"), response_format=ResponseFormat({}, "r"))
     expected = instructed("x\n\n\n# Response Formats\n\n## r\n\n{}")
-    assert list(render(given_turn).ids) == ids_of(SYSTEM + expected + HI + GO)
+    assert render(given_turn).ids == ids_of(SYSTEM + expected + HI + GO)
 
 
 # --- messages alone, as a running turn needs them ---
@@ -618,10 +614,10 @@ def test_response_format_is_encoded_together_with_instructions() -> None:
 def test_render_messages_knows_earlier_calls() -> None:
     names = Names.of(turn(User("Hi"), call(), tools=(WEATHER,)))
     tool_names = {"c1": "weather"}
-    assert render_messages([Result("c1", "sunny")], names, tool_names) == ids_of(RESULT)
-    assert render_messages([call("c2"), Result("c2", "sunny")], names, tool_names) == ids_of(
-        CALL + RESULT
-    )
+    result = Result("c1", "sunny")
+    assert render_messages([result], names, tool_names) == [*ids_of(RESULT)]
+    messages = [call("c2"), Result("c2", "sunny")]
+    assert render_messages(messages, names, tool_names) == [*ids_of(CALL + RESULT)]
     assert tool_names == {"c1": "weather"}
     with pytest.raises(RequestError):
         render_messages([Result("c2", "sunny")], names, tool_names)
@@ -633,7 +629,7 @@ def test_render_messages_drops_nothing() -> None:
         "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>Yes.<|end|>"
     )
-    assert render_messages(messages, Names()) == ids_of(expected)
+    assert render_messages(messages, Names()) == [*ids_of(expected)]
 
 
 @pytest.mark.parametrize(
@@ -645,7 +641,7 @@ def test_render_messages_drops_nothing() -> None:
     ],
 )
 def test_opening_ends_with_prefill(prefill: str | None, expected: str) -> None:
-    assert opening(prefill) == ids_of(expected)
+    assert opening(prefill) == [*ids_of(expected)]
 
 
 # --- A12 ---

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from rows import ids as ids_of
+from harmony_text import ids_of, text_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
@@ -44,10 +44,6 @@ LIMIT = 2**20
 GO = "<|start|>assistant"
 
 
-def text_of(ids: Sequence[int]) -> str:
-    return vocab.encoding().decode(list(ids))
-
-
 def output_of(*parts: Part, before: tuple[Message, ...] = (User("Hi"),)) -> Output:
     """The output that was generated after ``before``; its first part begins with the opening.
 
@@ -74,7 +70,7 @@ def view_of(*outputs: Output, limit: int = LIMIT) -> ReplayScope:
 
 def split_messages(rendered: Rendered) -> list[str]:
     """The messages of the prompt; its system and developer messages are one part."""
-    leading = tuple(map(tuple, map(ids_of, ("<|start|>system", "<|start|>developer"))))
+    leading = tuple(map(ids_of, ("<|start|>system", "<|start|>developer")))
     begins = [at for at, token in enumerate(rendered.ids) if token == vocab.START]
     cuts = [at for at in begins if rendered.ids[at : at + 2] not in leading]
     return [text_of(rendered.ids[a:b]) for a, b in pairwise([0, *cuts, len(rendered.ids)])]
@@ -355,7 +351,7 @@ def test_turn_with_messages_beyond_its_ids_is_not_recorded() -> None:
 def test_empty_turn_is_not_recorded() -> None:
     replay = Replay(LIMIT)
     replay.view("m").remember(output_of(REASONING))
-    replay.view("m").remember(Output((), (), tuple(ids_of(f"{GO}<|channel|>fin")), (), 2))
+    replay.view("m").remember(Output((), (), ids_of(f"{GO}<|channel|>fin"), (), 2))
     assert (len(replay._turns), replay._turns.size) == (0, 0)
 
 

@@ -6,23 +6,23 @@ import json
 from zlib import crc32
 
 import pytest
-from rows import ids
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn, intern_ids
 from vllm_mlx_harmony.core.turn import Answer, Call, Preamble, Reasoning
 
 TURNS = {
-    "an answer": GeneratedTurn((Answer,), (intern_ids(ids("Hi. 🙂")),), "Hi. 🙂", ()),
+    "an answer": GeneratedTurn((Answer,), (intern_ids(ids_of("Hi. 🙂")),), "Hi. 🙂", ()),
     "a call": GeneratedTurn(
         (Reasoning, Preamble, Call),
-        tuple(intern_ids(ids(text)) for text in ("Hm.", "Let me look.", '{"a":1}')),
+        tuple(intern_ids(ids_of(text)) for text in ("Hm.", "Let me look.", '{"a":1}')),
         "Let me look.",
         (Call("call_1", "x", '{"a":1}'),),
     ),
     "half a character": GeneratedTurn((Answer,), ((1,),), "content \ud83d", ()),
     "nothing": GeneratedTurn((), (), "", ()),
     "with tools that the server ran": GeneratedTurn(
-        (Answer,), (intern_ids(ids("It is 4.")),), "It is 4.", (), "digest"
+        (Answer,), (intern_ids(ids_of("It is 4.")),), "It is 4.", (), "digest"
     ),
 }
 

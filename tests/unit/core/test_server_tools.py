@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from rows import ids as ids_of
+from harmony_text import ids_of, text_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
@@ -60,10 +60,6 @@ CLIENT_CALL = "<|channel|>commentary to=functions.add <|constrain|>json<|message
 WEATHER_RESULT = "<|start|>weather.now to=assistant<|channel|>commentary<|message|>20 °C<|end|>"
 CODE_RESULT = "<|start|>python to=assistant<|channel|>analysis<|message|>1<|end|>"
 OPENING = "<|start|>assistant"
-
-
-def text_of(ids: tuple[int, ...]) -> str:
-    return vocab.encoding().decode(ids)
 
 
 def feed(context: StreamingHarmonyContext, text: str, step: int) -> None:

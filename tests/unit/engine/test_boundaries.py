@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from rows import ids
+from harmony_text import ids_of
 
 pytest.importorskip("mlx_lm")
 
@@ -27,7 +27,7 @@ HI = "<|start|>user<|message|>Hi<|end|>"
 
 def cuts(*parts: str, after: int = 0) -> list[str]:
     """The text of each piece."""
-    prompt = ids("".join(parts))
+    prompt = ids_of("".join(parts))
     places = [after, *boundaries(prompt, after)]
     assert places == sorted(set(places))
     decode = vocab.encoding().decode
@@ -68,9 +68,9 @@ def test_prompt_is_cut_where_others_may_diverge(
 
 
 def test_known_prefix_is_not_cut() -> None:
-    prefix_length = len(ids(SYSTEM + QUESTION + CALL))
+    prefix_length = len(ids_of(SYSTEM + QUESTION + CALL))
     pieces = cuts(SYSTEM, QUESTION, CALL, RESULT, OPENING, after=prefix_length)
     assert pieces == [RESULT + "<|start|>"]
-    prompt = ids(SYSTEM + QUESTION + OPENING)
+    prompt = ids_of(SYSTEM + QUESTION + OPENING)
     assert boundaries(prompt, after=len(prompt) - 1) == []
     assert boundaries([vocab.START], after=0) == []

@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 
 import httpx
 import uvicorn
-from fake_engines import served
+from app_server import run_server
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -60,7 +60,7 @@ APP = Starlette(
 @pytest.fixture(params=["httptools", "h11"])
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(connections, "HEAD_SECONDS", SECONDS)
-    with served(APP, server=limited(uvicorn.Server), http=request.param) as url:
+    with run_server(APP, server=limited(uvicorn.Server), http=request.param) as url:
         yield url
 
 
@@ -120,7 +120,7 @@ def test_connections_above_the_limit_are_closed(
 ) -> None:
     monkeypatch.setattr(connections, "_raise_descriptors", lambda: connections.RESERVED + 10)
     monkeypatch.setattr(connections, "HEAD_SECONDS", 3.0)
-    with served(APP, server=limited(uvicorn.Server)) as few:
+    with run_server(APP, server=limited(uvicorn.Server)) as few:
         held = [open_connection(few) for _ in range(30)]
         for connection in held[5:]:
             assert is_closed(connection)

@@ -17,7 +17,8 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 import yaml
-from fake_engines import FakeEngine, served
+from app_server import run_server
+from fake_engines import FakeEngine
 from gateway_in_process import MODEL
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -159,14 +160,14 @@ def scraped() -> dict[str, dict[str, set[str]]]:
     """The samples of a gateway that has served one request and rejected another: labels, values."""
     scripts = {"Hello": "<|channel|>final<|message|>Hi.<|return|>"}
     with ExitStack() as stack:
-        url = stack.enter_context(served(FakeEngine("vllm", scripts).app))
+        url = stack.enter_context(run_server(FakeEngine("vllm", scripts).app))
         settings = GatewaySettings(
             engines=(Spec(url),),
             model=MODEL,
             keys=(Key("alice", digest("key-of-alice")),),
             metrics_by_key=True,
         )
-        base = stack.enter_context(served(gateway(settings)))
+        base = stack.enter_context(run_server(gateway(settings)))
         for key in ("key-of-alice", "wrong"):
             body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
             header = {"Authorization": f"Bearer {key}"}

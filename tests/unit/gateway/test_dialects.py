@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from fake_engines import EXCHANGES, KINDS, ids
+from fake_engines import EXCHANGES, KINDS
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Progress
@@ -20,7 +21,7 @@ from vllm_mlx_harmony.engine_api.engine import GenerationSettings, Step
 from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
 from vllm_mlx_harmony.gateway.engines.dialect import Dialect, EngineRequest
 
-OUTPUT_IDS = ids("<|channel|>final<|message|>☀ été 👩‍🚀 你好\n<|return|>")
+OUTPUT_IDS = ids_of("<|channel|>final<|message|>☀ été 👩‍🚀 你好\n<|return|>")
 SETTINGS = GenerationSettings(
     max_tokens=50,
     temperature=0.7,
@@ -53,7 +54,7 @@ def read(kind: str, events: Iterable[str]) -> list[Step]:
 def test_every_id_is_read_once(kind: str, finish: str) -> None:
     output = OUTPUT_IDS if finish == "stop" else OUTPUT_IDS[:-1]
     chunks = read(kind, EXCHANGES[kind].events([1, 2, 3], output, finish))
-    assert [token for chunk in chunks for token in chunk.ids] == output
+    assert tuple(token for chunk in chunks for token in chunk.ids) == output
     assert [chunk.finish for chunk in chunks if chunk.finish] == [finish]
     assert max(chunk.cached_tokens for chunk in chunks) == 16
 
@@ -92,7 +93,7 @@ def test_recorded_stream_of_vllm_is_read() -> None:
 
 def test_ids_missing_from_llamacpp_are_read_from_the_text() -> None:
     """A character whose bytes are three ids comes in one event."""
-    output = ids("👩‍🚀")
+    output = ids_of("👩‍🚀")
     pieces = [vocab.token_bytes(token) for token in output]
     assert any(not _is_text(piece) for piece in pieces), "these ids do not cut a character"
     events = list(EXCHANGES["llamacpp"].events([], [*output, vocab.RETURN], "stop"))

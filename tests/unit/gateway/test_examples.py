@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("prometheus_client")
 pytest.importorskip("openai")
 
-from fake_engines import FakeEngine, served
+from app_server import run_server
+from fake_engines import FakeEngine
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.gateway.app import gateway
@@ -35,9 +36,9 @@ def test_safeguard_example_applies_its_policy(
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
     engine = FakeEngine("vllm", {"Buy followers now!": CLASSIFIED}, name="gpt-oss-safeguard")
     with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
+        url = stack.enter_context(run_server(engine.app))
         settings = GatewaySettings(engines=(Spec(url),), model="gpt-oss-safeguard")
-        base = stack.enter_context(served(gateway(settings)))
+        base = stack.enter_context(run_server(gateway(settings)))
         monkeypatch.setenv("OPENAI_BASE_URL", f"{base}/v1")
         monkeypatch.setenv("OPENAI_API_KEY", "none")
         monkeypatch.setattr(sys, "argv", ["safeguard.py", "Buy followers now!"])

@@ -18,9 +18,12 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 import httpx
-from fake_engines import EXCHANGES, KINDS, FakeEngine, Fault, served, until
+from app_server import run_server
+from fake_engines import EXCHANGES, KINDS, FakeEngine, Fault
 from gateway_in_process import MODEL, Watched, engine_at
+from loops import run
 from starlette.requests import Request
+from waiting import wait_until, wait_until_async
 
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.gateway import routing_policy
@@ -52,12 +55,12 @@ class Deployment:
 
     def __init__(self, stack: ExitStack, *engines: FakeEngine, **settings: Any) -> None:
         self.engines = engines
-        urls = [stack.enter_context(served(engine.app)) for engine in engines]
+        urls = [stack.enter_context(run_server(engine.app)) for engine in engines]
         # The first engine is every conversation's home.
         order = patch.object(routing_policy, "_weight", lambda name, _: -urls.index(name))
         stack.enter_context(order)
         self.host = Watched("", *zip(engines, urls, strict=True), **settings)
-        self.url = stack.enter_context(served(application(self.host)))
+        self.url = stack.enter_context(run_server(application(self.host)))
 
     def ask(self, path: str = CHAT, *, stream: bool = False, **fields: Any) -> httpx.Response:
         body = {"model": MODEL, "stream": stream, **BODIES[path], **fields}
@@ -159,17 +162,17 @@ def test_hanging_engine_times_out(after: int | None, stream: bool) -> None:
             assert events(answer.text)[-1]["error"]["code"] == "timeout"
         else:
             assert answer.status_code == 504
-        until(lambda: deployment.host.lent == 0, "the lease")
-        until(lambda: deployment.engines[0].running == 0, "the engine's request to be closed")
+        wait_until(lambda: deployment.host.lent == 0, "the lease")
+        wait_until(lambda: deployment.engines[0].running == 0, "the engine's request to be closed")
 
 
 def test_restarted_engine_is_used_again() -> None:
     with ExitStack() as stack:
         first = FakeEngine("vllm", SCRIPTS)
         running = ExitStack()
-        url = running.enter_context(served(first.app))
+        url = running.enter_context(run_server(first.app))
         host = Watched("", (first, url))
-        gateway = stack.enter_context(served(_GatewayApp(host, application(host))))
+        gateway = stack.enter_context(run_server(_GatewayApp(host, application(host))))
         body = {"model": MODEL, **BODIES[CHAT]}
         assert httpx.post(gateway + CHAT, json=body, timeout=180).status_code == 200
         running.close()
@@ -179,8 +182,8 @@ def test_restarted_engine_is_used_again() -> None:
             assert (refused.status_code, error["code"]) == (503, "engine_unavailable")
         assert not host.fleet.backends[0].up
         second = FakeEngine("vllm", SCRIPTS)
-        stack.enter_context(served(second.app, port=int(url.rpartition(":")[2])))
-        until(lambda: host.fleet.backends[0].up, "a probe")
+        stack.enter_context(run_server(second.app, port=int(url.rpartition(":")[2])))
+        wait_until(lambda: host.fleet.backends[0].up, "a probe")
         assert httpx.post(gateway + CHAT, json=body, timeout=180).status_code == 200
         assert len(second.bodies) == 1
 
@@ -199,8 +202,9 @@ def test_client_disconnect_frees_the_engine() -> None:
                     if engine.sent > 500:
                         return
 
-        asyncio.run(asyncio.wait_for(read_some(), 180))
-        until(lambda: engine.aborted == 1 and deployment.host.lent == 0, "the engine to be freed")
+        run(read_some(), 180)
+        wait_until(lambda: engine.aborted == 1, "the engine to be freed")
+        wait_until(lambda: deployment.host.lent == 0, "the lease")
         assert [tracker.results for tracker in deployment.host.trackers] == [["client_closed"]]
 
 
@@ -221,15 +225,13 @@ def test_response_without_a_reader_is_closed(
     async def read_status(url: str) -> None:
         steps = engine_at(url, "vllm").stream(REQUEST)
         assert await anext(steps) is http.ACCEPTED
-        while not engine.running:
-            await asyncio.sleep(0.02)
+        await wait_until_async(lambda: engine.running > 0, "the engine to begin")
         await asyncio.sleep(0.1)  # what it sent has arrived
         await steps.aclose()
-        while not engine.aborted:
-            await asyncio.sleep(0.02)
+        await wait_until_async(lambda: engine.aborted > 0, "the engine to be freed")
 
-    with served(engine.app) as url:
-        asyncio.run(asyncio.wait_for(read_status(url), 180))
+    with run_server(engine.app) as url:
+        run(read_status(url), 180)
     assert (engine.running, engine.aborted) == (0, 1)
 
 
@@ -275,10 +277,11 @@ def test_500_streams_run_at_once() -> None:
             async with httpx.AsyncClient(limits=limits, timeout=120) as client:
                 return await asyncio.gather(*(read_stream(client) for _ in range(500)))
 
-        output = asyncio.run(asyncio.wait_for(read_all(), 200))
+        output = run(read_all(), 200)
         assert output == [TEXT] * 500
         assert deployment.engines[0].most_running > 100
-        until(lambda: deployment.engines[0].running == 0 and deployment.host.lent == 0, "the end")
+        wait_until(lambda: deployment.engines[0].running == 0, "the engine to be freed")
+        wait_until(lambda: deployment.host.lent == 0, "the leases")
 
 
 def test_slow_reader_slows_its_engine_and_gets_everything(
@@ -286,7 +289,7 @@ def test_slow_reader_slows_its_engine_and_gets_everything(
 ) -> None:
     """3.5 MB of ids for one answer: what is not read is neither lost nor held in memory."""
 
-    def in_steps(_: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+    def in_steps(_: Sequence[int], output: Sequence[int], finish: str) -> Iterator[str]:
         for at in range(0, len(output), 50):
             last = at + 50 >= len(output)
             yield json.dumps({"ids": output[at : at + 50], "finish": finish if last else None})
@@ -297,13 +300,13 @@ def test_slow_reader_slows_its_engine_and_gets_everything(
     script = f"<|channel|>final<|message|>{long}<|return|>"
     with ExitStack() as stack:
         engine = FakeEngine("vllm-mlx", {"Hello": script})
-        url = stack.enter_context(served(engine.app, buffer=65_536))
+        url = stack.enter_context(run_server(engine.app, buffer=65_536))
         host = Watched("", (engine, url), default_max_output_tokens=10**6)
         remote = host.fleet.backends[0].engine = engine_at(url, "vllm-mlx", 65_536)
         remote.context_length = None
-        gateway = stack.enter_context(served(application(host), buffer=65_536))
+        gateway = stack.enter_context(run_server(application(host), buffer=65_536))
         client = stack.enter_context(unread_stream(gateway))
-        until(lambda: engine.sent > 0, "the engine to begin")
+        wait_until(lambda: engine.sent > 0, "the engine to begin")
         sent = 0
         while engine.sent != sent:
             sent = engine.sent

@@ -21,8 +21,11 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from fake_engines import FakeEngine, served, until
+from app_server import run_server
+from fake_engines import FakeEngine
 from gateway_in_process import MODEL, engine_at
+from loops import run
+from waiting import wait_until
 
 from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
@@ -123,7 +126,7 @@ def test_probe_does_not_count_for_a_later_engine(
         await probes.probe(http, new, "m")
         assert new.up
 
-    asyncio.run(asyncio.wait_for(reload_during_probe(), 60))
+    run(reload_during_probe())
     assert "could not be probed" not in caplog.text
 
 
@@ -166,7 +169,7 @@ def test_sighup_reads_the_engines_of_the_file(tmp_path: Path) -> None:
     with ExitStack() as stack:
         port = free_port()
         first, second = FakeEngine("sglang", SCRIPTS, held=True), FakeEngine("sglang", SCRIPTS)
-        urls = [stack.enter_context(served(engine.app)) for engine in (first, second)]
+        urls = [stack.enter_context(run_server(engine.app)) for engine in (first, second)]
 
         def write_engines(*urls: str) -> None:
             tables = "".join(f'[[engines]]\nurl = "{url}"\nkind = "sglang"\n' for url in urls)
@@ -182,14 +185,14 @@ def test_sighup_reads_the_engines_of_the_file(tmp_path: Path) -> None:
             body: dict[str, Any] = {"model": MODEL, "messages": messages, "stream": stream}
             return httpx.post(f"{gateway}/v1/chat/completions", json=body, timeout=180)
 
-        until(lambda: health() == {urls[0]: "up"}, "the gateway to be ready", 180)
+        wait_until(lambda: health() == {urls[0]: "up"}, "the gateway to be ready", 180)
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(ask(stream=True)))
         asking.start()
-        until(lambda: first.running == 1, "a request to run")
+        wait_until(lambda: first.running == 1, "a request to run")
         write_engines(urls[1])
         process.send_signal(signal.SIGHUP)
-        until(lambda: health().get(urls[1]) == "up", "the other engine")
+        wait_until(lambda: health().get(urls[1]) == "up", "the other engine")
         assert health()[urls[0]] == "draining"
         assert ask().json()["choices"][0]["message"]["content"] == LONG
         assert len(second.prompts) == 1
@@ -199,7 +202,7 @@ def test_sighup_reads_the_engines_of_the_file(tmp_path: Path) -> None:
         events = [json.loads(line.removeprefix("data: ")) for line in lines]
         choices = [choice for event in events for choice in event["choices"]]
         assert "".join(choice["delta"].get("content") or "" for choice in choices) == LONG
-        until(lambda: health() == {urls[1]: "up"}, "the first engine to be taken away")
+        wait_until(lambda: health() == {urls[1]: "up"}, "the first engine to be taken away")
         file.write_text("engines = 1")
         process.send_signal(signal.SIGHUP)
         assert ask().status_code == 200 and health() == {urls[1]: "up"}
@@ -211,7 +214,7 @@ def test_sighup_is_handled_before_an_engine_answers(tmp_path: Path) -> None:
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         silent.settimeout(180)
-        url = stack.enter_context(served(FakeEngine("sglang", SCRIPTS).app))
+        url = stack.enter_context(run_server(FakeEngine("sglang", SCRIPTS).app))
         port = free_port()
 
         def write_engine(url: str) -> None:
@@ -223,7 +226,7 @@ def test_sighup_is_handled_before_an_engine_answers(tmp_path: Path) -> None:
         silent.accept()
         write_engine(url)
         process.send_signal(signal.SIGHUP)
-        until(lambda: engine_health(process, port) == {url: "up"}, "the other engine", 180)
+        wait_until(lambda: engine_health(process, port) == {url: "up"}, "the other engine", 180)
 
 
 def start_gateway(stack: ExitStack, file: Path) -> subprocess.Popen[bytes]:

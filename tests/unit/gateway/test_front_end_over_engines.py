@@ -15,7 +15,8 @@ pytest.importorskip("anthropic")
 pytest.importorskip("ollama")
 
 
-from fake_engines import KINDS, FakeEngine, served
+from app_server import run_server
+from fake_engines import KINDS, FakeEngine
 from gateway_in_process import MODEL, Watched
 from starlette.testclient import TestClient
 from test_conversations import test_a_tool_loop_in_a_conversation  # noqa: F401
@@ -38,7 +39,7 @@ WITHOUT_LOGPROBS = ("sglang", "sglang-incremental", "llamacpp")
 def host(request: pytest.FixtureRequest) -> Iterator[Watched]:
     """One engine of each kind."""
     engine = FakeEngine(request.param, {**SCRIPTS, URGENT: "B<|return|>"})
-    with served(engine.app) as url:
+    with run_server(engine.app) as url:
         yield Watched(KEY, (engine, url))
 
 

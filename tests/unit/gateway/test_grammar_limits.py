@@ -13,7 +13,8 @@ pytest.importorskip("prometheus_client")
 
 
 import test_grammar_limits as front_end_tests
-from fake_engines import FakeEngine, served
+from app_server import run_server
+from fake_engines import FakeEngine
 from gateway_in_process import Watched
 from grammar_texts import LARK, SCHEMAS
 from starlette.testclient import TestClient
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("patient_checks")
 def client() -> Iterator[TestClient]:
     # Formats are shown to the model: the largest of these schemas has 133,000 tokens.
     engine = FakeEngine("vllm", {"Hello!": FINAL}, length=200_000)
-    with served(engine.app) as url:
+    with run_server(engine.app) as url:
         web = TestClient(application(Watched(KEY, (engine, url))), base_url="http://localhost")
         web.headers["Authorization"] = f"Bearer {KEY}"
         yield web

@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 import httpx
-from fake_engines import FakeEngine, ids, served
+from app_server import run_server
+from fake_engines import FakeEngine
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.settings import load
@@ -28,9 +30,9 @@ def _get(base: str, name: str, path: str) -> Any:
 @pytest.mark.parametrize("inspect", [True, False])
 def test_key_sees_only_its_own_requests(inspect: bool) -> None:
     with ExitStack() as stack:
-        url = stack.enter_context(served(FakeEngine("sglang", {"Hello": SCRIPT}).app))
+        url = stack.enter_context(run_server(FakeEngine("sglang", {"Hello": SCRIPT}).app))
         settings = load({"engines": [url], "model": MODEL, "keys": KEYS, "inspect": inspect}, {})
-        base = stack.enter_context(served(gateway(settings)))
+        base = stack.enter_context(run_server(gateway(settings)))
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
         headers = {"Authorization": f"Bearer {KEYS['alice']}"}
         response = httpx.post(
@@ -55,10 +57,10 @@ def test_key_sees_only_its_own_requests(inspect: bool) -> None:
 class Thinking(FakeEngine):
     """Thinks until its prompt ends with a second ``<|start|>assistant``."""
 
-    def output_ids(self, prompt: Any) -> list[int]:
-        opened = ids("<|end|><|start|>assistant")
-        ended = len(self.prompts) > 1 and list(prompt[-len(opened) :]) == opened
-        return ids(SCRIPT if ended else "<|channel|>analysis<|message|>" + "And so on. " * 9)
+    def output_ids(self, prompt: Any) -> tuple[int, ...]:
+        opened = ids_of("<|end|><|start|>assistant")
+        ended = len(self.prompts) > 1 and tuple(prompt[-len(opened) :]) == opened
+        return ids_of(SCRIPT if ended else "<|channel|>analysis<|message|>" + "And so on. " * 9)
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm-mlx"])
@@ -66,9 +68,9 @@ class Thinking(FakeEngine):
 def test_ids_forced_by_a_budget_are_marked(kind: str, inspect: bool) -> None:
     with ExitStack() as stack:
         engine = Thinking(kind, {})
-        url = stack.enter_context(served(engine.app))
+        url = stack.enter_context(run_server(engine.app))
         flags = {"engines": [url], "model": MODEL, "keys": KEYS, "inspect": inspect}
-        base = stack.enter_context(served(gateway(load(flags, {}))))
+        base = stack.enter_context(run_server(gateway(load(flags, {}))))
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
         headers = {"Authorization": f"Bearer {KEYS['alice']}"}
         body |= {"thinking_token_budget": 10}

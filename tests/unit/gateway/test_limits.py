@@ -15,8 +15,10 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 import openai
-from fake_engines import FakeEngine, served, until
+from app_server import run_server
+from fake_engines import FakeEngine
 from gateway_in_process import MODEL
+from waiting import wait_until
 from websockets.sync.client import connect
 
 from vllm_mlx_harmony.gateway import access_log, app
@@ -140,11 +142,11 @@ def limited_gateway(engine: FakeEngine, log: Any = "off", **limits: int) -> Iter
     """A gateway with the ``limits`` for the key ``key-of-alice`` and none for ``key-of-bob``."""
     keys = (Key("alice", digest("key-of-alice"), limits), Key("bob", digest("key-of-bob")))
     with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
+        url = stack.enter_context(run_server(engine.app))
         settings = GatewaySettings(
             engines=(Spec(url),), model=MODEL, keys=keys, access_log=log, metrics_by_key=True
         )
-        yield stack.enter_context(served(gateway(settings)))
+        yield stack.enter_context(run_server(gateway(settings)))
 
 
 def ask(base: str, path: str = CHAT, key: str = "key-of-alice", **fields: Any) -> httpx.Response:
@@ -182,12 +184,12 @@ def test_concurrent_answers_are_limited() -> None:
     engine = FakeEngine("vllm", SCRIPTS, held=True)
     with limited_gateway(engine, concurrent_requests=2) as base, ThreadPoolExecutor() as threads:
         running = [threads.submit(ask, base, stream=stream) for stream in (True, False)]
-        until(lambda: engine.running == 2, "two answers to run")
+        wait_until(lambda: engine.running == 2, "two answers to run")
         refused = ask(base)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) < 60
         assert "2 concurrent requests" in refused.json()["error"]["message"]
         others = threads.submit(ask, base, key="key-of-bob")
-        until(lambda: engine.running == 3, "an answer for another key")
+        wait_until(lambda: engine.running == 3, "an answer for another key")
         engine.held = False
         assert others.result().status_code == 200
         assert [future.result().status_code for future in running] == [200, 200]
@@ -205,10 +207,10 @@ def test_answer_of_vanished_client_is_not_counted() -> None:
                 "POST", base + CHAT, json=body, headers=header, timeout=180
             ) as stream:
                 next(stream.iter_lines())
-            until(lambda: engine.running == 0, "the engine to be free")
-            until(lambda: ask(base, messages="nonsense").status_code == 400, "room")
+            wait_until(lambda: engine.running == 0, "the engine to be free")
+            wait_until(lambda: ask(base, messages="nonsense").status_code == 400, "room")
         engine.held = False
-        until(lambda: ask(base).status_code == 200, "room")
+        wait_until(lambda: ask(base).status_code == 200, "room")
 
 
 def test_stored_response_is_readable_beyond_the_limit() -> None:
@@ -278,10 +280,10 @@ def test_websocket_is_limited_and_logged(caplog: pytest.LogCaptureFixture) -> No
 
 def test_metrics_have_no_keys_by_default() -> None:
     with ExitStack() as stack:
-        url = stack.enter_context(served(FakeEngine("vllm", SCRIPTS).app))
+        url = stack.enter_context(run_server(FakeEngine("vllm", SCRIPTS).app))
         keys = (Key("alice", digest("key-of-alice")),)
         settings = GatewaySettings(engines=(Spec(url),), model=MODEL, keys=keys)
-        base = stack.enter_context(served(gateway(settings)))
+        base = stack.enter_context(run_server(gateway(settings)))
         assert ask(base).status_code == 200
         metrics = httpx.get(f"{base}/metrics", timeout=180).text
     assert 'generation_tokens_total{channel="content"}' in metrics and "alice" not in metrics
@@ -291,10 +293,10 @@ def test_revoked_key_is_refused_on_an_open_websocket() -> None:
     engine = FakeEngine("vllm", SCRIPTS)
     alice, bob = Key("alice", digest("key-of-alice")), Key("bob", digest("key-of-bob"))
     with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
+        url = stack.enter_context(run_server(engine.app))
         settings = GatewaySettings(engines=(Spec(url),), model=MODEL, keys=(alice, bob))
         host = app.Gateway(settings)
-        base = stack.enter_context(served(app._GatewayApp(host, application(host))))
+        base = stack.enter_context(run_server(app._GatewayApp(host, application(host))))
         header = {"Authorization": "Bearer key-of-alice"}
         with connect(f"ws{base[4:]}/v1/responses", additional_headers=header) as socket:
             host.reload(GatewaySettings(engines=(Spec(url),), model=MODEL, keys=(bob,)))
@@ -306,7 +308,7 @@ def test_revoked_key_is_refused_on_an_open_websocket() -> None:
 def test_without_keys_all_clients_share_a_limit() -> None:
     """A header that nobody checks gives nobody a limit of its own."""
     with ExitStack() as stack:
-        url = stack.enter_context(served(FakeEngine("vllm", SCRIPTS).app))
+        url = stack.enter_context(run_server(FakeEngine("vllm", SCRIPTS).app))
         settings = GatewaySettings(engines=(Spec(url),), model=MODEL, requests_per_minute=2)
-        base = stack.enter_context(served(gateway(settings)))
+        base = stack.enter_context(run_server(gateway(settings)))
         assert [ask(base, key=key).status_code for key in "abc"] == [200, 200, 429]

@@ -14,8 +14,10 @@ pytest.importorskip("anthropic")
 import anthropic
 import httpx
 import openai
-from fake_engines import FakeEngine, ids, served
+from app_server import run_server
+from fake_engines import FakeEngine
 from gateway_in_process import MODEL
+from harmony_text import ids_of
 from local_apis import CHECKS, ENOUGH, FINAL, SCRIPTS, THINKING, URGENT
 
 from vllm_mlx_harmony.core import vocab
@@ -26,10 +28,10 @@ from vllm_mlx_harmony.gateway.settings import load
 class Reasoning(FakeEngine):
     """Answers briefly after reasoning that the gateway has ended."""
 
-    def output_ids(self, prompt: Sequence[int]) -> list[int]:
+    def output_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         text = vocab.encoding().decode(list(prompt))
         if THINKING in text and text.endswith("<|end|><|start|>assistant"):
-            return ids(FINAL.format(ENOUGH))
+            return ids_of(FINAL.format(ENOUGH))
         return super().output_ids(prompt)
 
 
@@ -37,8 +39,8 @@ class Reasoning(FakeEngine):
 def http() -> Iterator[httpx.Client]:
     engine = Reasoning("vllm", {**SCRIPTS, URGENT: "B<|return|>"}, pause=0.02)
     with (
-        served(engine.app) as url,
-        served(gateway(load({"engines": [url], "model": MODEL}, {}))) as base,
+        run_server(engine.app) as url,
+        run_server(gateway(load({"engines": [url], "model": MODEL}, {}))) as base,
         httpx.Client(base_url=base, timeout=60) as http,
     ):
         yield http
@@ -65,8 +67,8 @@ def test_official_clients_can_search_the_web(stream: bool) -> None:
         engine = FakeEngine("vllm", {QUESTION: SEARCHES, "20 °C": FINAL.format("It is warm.")})
         flags = {"model": MODEL, "web_search": f"searxng:{site.url}"}
         with (
-            served(engine.app) as url,
-            served(gateway(load({**flags, "engines": [url]}, {}))) as base,
+            run_server(engine.app) as url,
+            run_server(gateway(load({**flags, "engines": [url]}, {}))) as base,
         ):
             responses = openai.OpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0).responses
             request: Any = {"model": MODEL, "input": QUESTION, "tools": [{"type": "web_search"}]}

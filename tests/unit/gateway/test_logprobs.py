@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from fake_engines import EXCHANGES, TOP, FakeEngine, ids, logprob_of, served, with_logprobs
+from app_server import run_server
+from fake_engines import EXCHANGES, TOP, FakeEngine, logprob_of, with_logprobs
 from gateway_in_process import Watched
+from harmony_text import ids_of
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import vocab
@@ -37,7 +39,7 @@ def request(most: int | None) -> EngineRequest:
 
 
 def steps(kind: str, most: int) -> list[Step]:
-    output = ids(SCRIPTS["Hello!"])
+    output = ids_of(SCRIPTS["Hello!"])
     body = json.loads(json.dumps(KINDS[kind].body(request(most))))
     events = with_logprobs(kind, body, EXCHANGES[kind].events([1, 2], output, "stop"))
     return [KINDS[kind].read(event.encode(), at) for at, event in enumerate(events)]
@@ -47,7 +49,7 @@ def steps(kind: str, most: int) -> list[Step]:
 @pytest.mark.parametrize("kind", GIVING)
 def test_every_id_has_its_logprob_and_the_likeliest(kind: str, most: int) -> None:
     logprobs = [logprob for step in steps(kind, most) for logprob in step.logprobs]
-    assert [logprob.token for logprob in logprobs] == ids(SCRIPTS["Hello!"])
+    assert tuple(logprob.token for logprob in logprobs) == ids_of(SCRIPTS["Hello!"])
     for entry in logprobs:
         assert entry.logprob == logprob_of(entry.token)
         # At vLLM's limit of 20, its endpoint of ids counts an unlikely id as the last of them.
@@ -89,7 +91,7 @@ def test_garbage_is_an_output_error(logprobs: Any) -> None:
 def post(kind: str, path: str = "/v1/chat/completions", **fields: Any) -> Any:
     engine = FakeEngine(kind, SCRIPTS)
     with (
-        served(engine.app) as url,
+        run_server(engine.app) as url,
         TestClient(application(Watched(KEY, (engine, url))), base_url="http://localhost") as client,
     ):
         client.headers["Authorization"] = f"Bearer {KEY}"
@@ -107,8 +109,8 @@ def test_gateway_returns_logprobs(kind: str, fields: dict[str, Any]) -> None:
     (choice,) = answer.json()["choices"]
     assert choice["message"]["content"] == TEXT
     content = choice["logprobs"]["content"]
-    assert [bytes(entry["bytes"]) for entry in content] == [*map(vocab.token_bytes, ids(TEXT))]
-    assert [entry["logprob"] for entry in content] == [*map(logprob_of, ids(TEXT))]
+    assert [bytes(entry["bytes"]) for entry in content] == [*map(vocab.token_bytes, ids_of(TEXT))]
+    assert [entry["logprob"] for entry in content] == [*map(logprob_of, ids_of(TEXT))]
     for token in content:
         assert [entry["logprob"] for entry in token["top_logprobs"]] == [
             logprob for _, logprob in TOP[:3]

@@ -7,8 +7,9 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 import httpx
-from fake_engines import served, until
+from app_server import run_server
 from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
+from waiting import wait_until
 
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import TRIAL, Spec
@@ -26,9 +27,9 @@ def test_answer_passes_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_o
     monkeypatch.setenv(ID_ENDPOINT_VARIABLE, "1")
     engine = ScriptedEngine({"Hello!": f"{SCRIPT}{TEXT}<|return|>"}, at_once)
     host = SingleEngineHost(engine)
-    with served(application(host)) as url:
+    with run_server(application(host)) as url:
         settings = GatewaySettings(engines=(Spec(url, key=KEY),), model=MODEL)
-        with served(gateway(settings)) as base:
+        with run_server(gateway(settings)) as base:
             ready = httpx.get(f"{base}/ready", timeout=180).json()
             assert ready["status"] == "ready", ready
             for stream in (False, True):
@@ -39,7 +40,7 @@ def test_answer_passes_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_o
                     message = answer.json()["choices"][0]["message"]
                     assert (message["content"], message["reasoning"]) == (TEXT, "Hm.")
                 assert "你好" in answer.text or "\\u4f60" in answer.text
-            until(lambda: host.lent == 0, "the engine's lease")
+            wait_until(lambda: host.lent == 0, "the engine's lease")
     assert engine.prompts.pop(0) == TRIAL
     assert len(engine.prompts) == 2
     assert engine.prompts[0] == engine.prompts[1]

@@ -13,7 +13,8 @@ pytest.importorskip("prometheus_client")
 
 import fake_engines
 import httpx
-from fake_engines import EXCHANGES, LISTED, FakeEngine, served
+from app_server import run_server
+from fake_engines import EXCHANGES, LISTED, FakeEngine
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
@@ -64,7 +65,7 @@ def test_counts_are_read(event: dict[str, Any], counts: tuple[int, int]) -> None
     assert (step.ids, step.accepted, step.rejected) == ((5,), *counts)
 
 
-def draft_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+def draft_events(prompt: Sequence[int], output: Sequence[int], finish: str) -> Iterator[str]:
     """Events of an engine whose first step has a draft: counts so far, only in events with ids."""
     for event in map(json.loads, fake_engines.plugin_events(prompt, output, finish)):
         yield json.dumps({**event, **({"accepted": 7, "rejected": 3} if event["ids"] else {})})
@@ -78,9 +79,12 @@ def post_chat(
     request = {"model": MODEL, "messages": [message], "stream": stream, **fields}
     if stream:
         request["stream_options"] = {"include_usage": True}
-    with served(engine.app) as url:
+    with run_server(engine.app) as url:
         settings = GatewaySettings(engines=(Spec(url),), model=MODEL)
-        with served(gateway(settings)) as base, httpx.Client(base_url=base, timeout=180) as client:
+        with (
+            run_server(gateway(settings)) as base,
+            httpx.Client(base_url=base, timeout=180) as client,
+        ):
             answer = client.post("/v1/chat/completions", json=request)
             assert answer.status_code == 200, answer.text
             counted = client.get("/metrics").text

@@ -14,7 +14,8 @@ pytest.importorskip("prometheus_client")
 
 
 import httpx
-from fake_engines import EXCHANGES, FakeEngine, compact, served
+from app_server import run_server
+from fake_engines import EXCHANGES, FakeEngine, compact
 from gateway_in_process import MODEL, Watched
 
 from vllm_mlx_harmony.server.app import application
@@ -31,7 +32,7 @@ def _reporting(monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp as it streams with ``return_progress``."""
     exchange = EXCHANGES["llamacpp"]
 
-    def events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+    def events(prompt: Sequence[int], output: Sequence[int], finish: str) -> Iterator[str]:
         for report in REPORTS:
             event = {"index": 0, "content": "", "tokens": [], "stop": False, "id_slot": 0}
             yield compact({**event, "tokens_predicted": 0, "prompt_progress": report})
@@ -44,8 +45,8 @@ def post_chat(kind: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
     """The text of an answer, and the progress reported before it."""
     with ExitStack() as stack:
         engine = FakeEngine(kind, SCRIPTS)
-        host = Watched("", (engine, stack.enter_context(served(engine.app))))
-        url = stack.enter_context(served(application(host)))
+        host = Watched("", (engine, stack.enter_context(run_server(engine.app))))
+        url = stack.enter_context(run_server(application(host)))
         messages = [{"role": "user", "content": "Hello"}]
         body = {"model": MODEL, "messages": messages, "stream": True, **fields}
         response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=180)

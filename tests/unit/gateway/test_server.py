@@ -22,9 +22,12 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 import httpx
-from fake_engines import KINDS, LISTED, FakeEngine, Fault, ids, served, until
+from app_server import run_server
+from fake_engines import KINDS, LISTED, FakeEngine, Fault
 from gateway_in_process import MODEL, Watched
+from harmony_text import ids_of
 from starlette.applications import Starlette
+from waiting import wait_until
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.cli.gateway import parser
@@ -69,7 +72,7 @@ MISSING = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kind_of_engine_is_detected(kind: str) -> None:
-    with served(FakeEngine(kind, SCRIPTS).app) as url:
+    with run_server(FakeEngine(kind, SCRIPTS).app) as url:
         engine = detect_engine(url)
         line = start_line(engine)
     assert engine.dialect.name == kind.removesuffix("-incremental")
@@ -110,13 +113,13 @@ def test_missing_capabilities_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(LISTED[kind], path, about)
-    with served(FakeEngine(kind, SCRIPTS).app) as url:
+    with run_server(FakeEngine(kind, SCRIPTS).app) as url:
         engine = detect_engine(url)
         assert (engine.dialect.name, engine.capabilities.missing) == (kind, missing)
 
 
 def test_vllm_without_grammar_enforcement_is_detected() -> None:
-    with served(FakeEngine("vllm", SCRIPTS, grammar=False).app) as url:
+    with run_server(FakeEngine("vllm", SCRIPTS, grammar=False).app) as url:
         assert detect_engine(url).capabilities.missing == ("grammar",)
 
 
@@ -145,7 +148,7 @@ def test_busy_engine_keeps_its_grammars(
     # After a 500 it is tried without a grammar, too, which fails as well.
     trials = [fault, fault] if fault.status == 500 else [fault]
     engine = FakeEngine(kind, SCRIPTS, trial_faults=trials)
-    with served(engine.app) as url:
+    with run_server(engine.app) as url:
         if missing:
             assert detect_engine(url).capabilities.missing == (missing,)
         else:
@@ -156,7 +159,7 @@ def test_busy_engine_keeps_its_grammars(
 
 def test_engine_that_fails_on_a_grammar_has_none() -> None:
     engine = FakeEngine("vllm", SCRIPTS, trial_faults=[Fault(status=500)])
-    with served(engine.app) as url:
+    with run_server(engine.app) as url:
         assert detect_engine(url).capabilities.missing == ("grammar",)
 
 
@@ -173,12 +176,12 @@ def test_plugin_without_id_endpoint_is_refused(
     """It is a Harmony server, and every request would fail."""
     monkeypatch.delenv("VLLM_MLX_HARMONY_ID_ENDPOINT", raising=False)
     other = Watched("", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
-    with served(application(other)) as url:
+    with run_server(application(other)) as url:
         expected = "no id endpoint: start it with `vllm-mlx-harmony serve --id-endpoint`"
         with pytest.raises(HostError, match=expected):
             detect_engine(url, kind)
         settings = GatewaySettings(engines=(Spec(url, kind),), model=MODEL)
-        with served(gateway(settings)) as base:
+        with run_server(gateway(settings)) as base:
             ready = httpx.get(f"{base}/ready", timeout=180)
             assert ready.status_code == 503
             assert expected in ready.json()["engines"][0]["problem"]
@@ -192,16 +195,16 @@ def test_plugin_without_id_endpoint_is_refused(
 
 def test_rejected_engine_key_is_reported_with_a_remedy() -> None:
     other = Watched("the-right-key", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
-    with served(application(other)) as url, pytest.raises(HostError, match="set --engine-key"):
+    with run_server(application(other)) as url, pytest.raises(HostError, match="set --engine-key"):
         detect_engine(url)
 
 
 def test_usable_engine_is_no_error_at_startup(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with served(FakeEngine("vllm", SCRIPTS).app) as url:
+    with run_server(FakeEngine("vllm", SCRIPTS).app) as url:
         specs = (Spec(url), Spec("http://127.0.0.1:9"))  # nobody answers at the second
-        with served(gateway(GatewaySettings(engines=specs, model=MODEL))):
+        with run_server(gateway(GatewaySettings(engines=specs, model=MODEL))):
             pass
     assert not errors(caplog)
 
@@ -238,10 +241,10 @@ def test_engine_with_another_model_is_refused(
     serves: str, model: str, engine_model: str | None
 ) -> None:
     """Unless its name is set: clients would take its answers for those of the gateway's model."""
-    with served(FakeEngine("sglang", SCRIPTS, name=serves).app) as url:
+    with run_server(FakeEngine("sglang", SCRIPTS, name=serves).app) as url:
         flags = {"engines": [url], "model": model, "engine_model": engine_model}
         settings = load(flags, {})
-        with served(gateway(settings)) as base:
+        with run_server(gateway(settings)) as base:
             ready = httpx.get(f"{base}/ready", timeout=180)
             answer = httpx.post(base + CHAT, json={**USER, "model": model}, timeout=180)
         if engine_model is None or engine_model == "n":
@@ -277,12 +280,12 @@ def test_reload_changes_keys_and_limits() -> None:
     """Running requests are answered to their end."""
     engine = FakeEngine("sglang", LONG, held=True)
     with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
+        url = stack.enter_context(run_server(engine.app))
         old = GatewaySettings(
             engines=(Spec(url),), model=MODEL, keys=(Key("a", digest("key-of-a")),)
         )
         host = app.Gateway(old)
-        base = stack.enter_context(served(app._GatewayApp(host, application(host))))
+        base = stack.enter_context(run_server(app._GatewayApp(host, application(host))))
 
         def ask(key: str, stream: bool = False) -> httpx.Response:
             headers = {"Authorization": f"Bearer {key}"}
@@ -290,7 +293,7 @@ def test_reload_changes_keys_and_limits() -> None:
             return httpx.post(base + CHAT, json=body, headers=headers, timeout=180)
 
         running = ThreadPoolExecutor(1).submit(ask, "key-of-a", True)
-        until(lambda: engine.running == 1, "a request to run")
+        wait_until(lambda: engine.running == 1, "a request to run")
         new = replace(
             old, keys=(Key("b", digest("key-of-b")),), requests_per_minute=1, port=old.port + 1
         )
@@ -307,7 +310,7 @@ def test_reload_changes_keys_and_limits() -> None:
 
 
 def test_unrecognized_server_is_refused() -> None:
-    with served(Starlette()) as url:
+    with run_server(Starlette()) as url:
         pattern = r"not recognized as any of vllm, .* --engine KIND=URL"
         with pytest.raises(HostError, match=pattern):
             detect_engine(url)
@@ -325,12 +328,12 @@ def test_cached_tokens_are_counted_wherever_engines_report_them(kind: str) -> No
     """llama.cpp and vllm-mlx report them after the last id."""
     engine = FakeEngine(kind, SCRIPTS, pause=0.02)
     with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
-        base = stack.enter_context(served(application(Watched("", (engine, url)))))
+        url = stack.enter_context(run_server(engine.app))
+        base = stack.enter_context(run_server(application(Watched("", (engine, url)))))
         answer = httpx.post(base + CHAT, json=USER, timeout=180).json()
         assert answer["choices"][0]["message"]["content"] == "Good day to you."
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
-        until(lambda: engine.running == 0, "the engine to end")
+        wait_until(lambda: engine.running == 0, "the engine to end")
         assert engine.aborted == 0
 
 
@@ -340,11 +343,11 @@ def test_engine_is_stopped_after_a_stop_string(kind: str) -> None:
     script = "<|channel|>final<|message|>One two" + " three" * 900 + "<|return|>"
     engine = FakeEngine(kind, {"Hello": script}, pause=0.1)
     with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
-        base = stack.enter_context(served(application(Watched("", (engine, url)))))
+        url = stack.enter_context(run_server(engine.app))
+        base = stack.enter_context(run_server(application(Watched("", (engine, url)))))
         answer = httpx.post(base + CHAT, json={**USER, "stop": [" two"]}, timeout=180).json()
         assert answer["choices"][0]["message"]["content"] == "One"
-        until(lambda: engine.running == 0, "the engine to be stopped")
+        wait_until(lambda: engine.running == 0, "the engine to be stopped")
         assert engine.aborted == 1
 
 
@@ -354,12 +357,12 @@ def test_engine_is_stopped_after_a_stop_string(kind: str) -> None:
 def test_keys_are_tenants_and_limited() -> None:
     engine = FakeEngine("vllm", SCRIPTS)
     with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
+        url = stack.enter_context(run_server(engine.app))
         keys = (Key("one", digest("key-1")), Key("two", digest("key-2")))
         settings = GatewaySettings(
             engines=(Spec(url),), model=MODEL, keys=keys, requests_per_minute=3
         )
-        base = stack.enter_context(served(gateway(settings)))
+        base = stack.enter_context(run_server(gateway(settings)))
 
         def ask(key: str, path: str = "/v1/responses", **options: Any) -> httpx.Response:
             headers = {"Authorization": f"Bearer {key}".encode("latin-1")} if key else {}
@@ -404,8 +407,8 @@ def test_configured_tools_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     flags = {"model": MODEL, "mcp_config": str(file)}
     engine = FakeEngine("vllm", {**SCRIPTS, "Is it warm in Rome?": WEATHER_CALL, "20 °C": BEHIND})
     with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
-        base = stack.enter_context(served(gateway(load({**flags, "engines": [url]}, {}))))
+        url = stack.enter_context(run_server(engine.app))
+        base = stack.enter_context(run_server(gateway(load({**flags, "engines": [url]}, {}))))
         body = {"model": MODEL, "input": "Is it warm in Rome?"}
         answer = httpx.post(f"{base}/v1/responses", json=body, timeout=120).json()
         assert [item["type"] for item in answer["output"]] == ["mcp_call", "message"]
@@ -434,8 +437,8 @@ def test_web_search_is_run(capsys: pytest.CaptureFixture[str]) -> None:
         engine = FakeEngine(
             "vllm", {**SCRIPTS, "Is it warm in Rome?": SEARCH_CALL, "20 °C": BEHIND}
         )
-        url = stack.enter_context(served(engine.app))
-        base = stack.enter_context(served(gateway(load({**flags, "engines": [url]}, {}))))
+        url = stack.enter_context(run_server(engine.app))
+        base = stack.enter_context(run_server(gateway(load({**flags, "engines": [url]}, {}))))
         body = {"model": MODEL, "input": "Is it warm in Rome?", "tools": [{"type": "web_search"}]}
         answer = httpx.post(f"{base}/v1/responses", json=body, timeout=120).json()
         assert [item["type"] for item in answer["output"]] == ["web_search_call", "message"]
@@ -473,19 +476,19 @@ BEHIND = "<|channel|>final<|message|>Enough.<|return|>"
 class EndlessThinker(FakeEngine):
     """Thinks forever, unless its prompt ends with a second ``<|start|>assistant``."""
 
-    def output_ids(self, prompt: Any) -> list[int]:
-        opened = ids("<|end|><|start|>assistant")
-        continued = list(prompt[-len(opened) :]) == opened and len(self.prompts) > 1
-        return ids(BEHIND if continued else THINKING)
+    def output_ids(self, prompt: Any) -> tuple[int, ...]:
+        opened = ids_of("<|end|><|start|>assistant")
+        continued = tuple(prompt[-len(opened) :]) == opened and len(self.prompts) > 1
+        return ids_of(BEHIND if continued else THINKING)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reasoning_ends_at_its_budget(kind: str) -> None:
     with ExitStack() as stack:
         engine = EndlessThinker(kind, {})
-        url = stack.enter_context(served(engine.app))
+        url = stack.enter_context(run_server(engine.app))
         host = Watched("", (engine, url))
-        base = stack.enter_context(served(application(host)))
+        base = stack.enter_context(run_server(application(host)))
         request = {**USER, "thinking_token_budget": 10, "max_tokens": 500}
         answer = httpx.post(base + CHAT, json=request, timeout=180).json()
     assert answer["choices"][0]["message"]["content"] == "Enough."
@@ -501,9 +504,9 @@ TOOL = {"type": "function", "function": {"name": "order", "parameters": ORDER, "
 def test_unenforceable_request_is_refused() -> None:
     with ExitStack() as stack:
         engine = FakeEngine("llamacpp", SCRIPTS)
-        url = stack.enter_context(served(engine.app))
+        url = stack.enter_context(run_server(engine.app))
         host = Watched("", (engine, url))
-        base = stack.enter_context(served(application(host)))
+        base = stack.enter_context(run_server(application(host)))
         for fields in (
             {"tools": [TOOL]},
             {"tools": [{**TOOL, "function": {"name": "f"}}], "tool_choice": "required"},
@@ -523,8 +526,8 @@ def test_unenforceable_request_is_refused() -> None:
 def test_engine_with_grammars_gets_them() -> None:
     with ExitStack() as stack:
         engine = FakeEngine("vllm-mlx", SCRIPTS)
-        url = stack.enter_context(served(engine.app))
-        base = stack.enter_context(served(application(Watched("", (engine, url)))))
+        url = stack.enter_context(run_server(engine.app))
+        base = stack.enter_context(run_server(application(Watched("", (engine, url)))))
         request = {**USER, "response_format": {"type": "json_object"}}
         assert httpx.post(base + CHAT, json=request, timeout=180).status_code == 200
     assert engine.bodies[0]["grammar"].startswith("start: ")
@@ -813,7 +816,7 @@ def process(engine: str, port: int, *flags: str) -> Iterator[subprocess.Popen[st
     environment = {**os.environ, "VLLM_MLX_HARMONY_GRAMMAR": "off"}
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        until(lambda: status(port, "/ready") == 200, "the gateway", 120)
+        wait_until(lambda: status(port, "/ready") == 200, "the gateway", 120)
         yield started
     finally:
         started.kill()
@@ -842,7 +845,7 @@ def test_sigterm_lets_streams_end_and_refuses_requests() -> None:
     engine = FakeEngine("vllm", LONG, held=True)
     port = free_port()
     flags = ("--shutdown-grace", "300")
-    with served(engine.app) as url, process(url, port, *flags) as running:
+    with run_server(engine.app) as url, process(url, port, *flags) as running:
         base = f"http://127.0.0.1:{port}"
         with httpx.stream(
             "POST", base + CHAT, json={**USER, "stream": True}, timeout=180
@@ -850,7 +853,7 @@ def test_sigterm_lets_streams_end_and_refuses_requests() -> None:
             lines = answer.iter_lines()
             next(lines)
             running.send_signal(signal.SIGTERM)
-            until(lambda: status(port, "/ready") == 503, "the drain to begin")
+            wait_until(lambda: status(port, "/ready") == 503, "the drain to begin")
             assert status(port, "/health") == 200
             refused = httpx.post(base + CHAT, json=USER, timeout=180)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
@@ -870,7 +873,7 @@ def test_drain_has_a_limit() -> None:
     engine = FakeEngine("vllm", LONG, held=True)
     port = free_port()
     flags = ("--drain", "2", "--host", "0.0.0.0")
-    with served(engine.app) as url, process(url, port, *flags) as running:
+    with run_server(engine.app) as url, process(url, port, *flags) as running:
         base = f"http://127.0.0.1:{port}"
         with httpx.stream(
             "POST", base + CHAT, json={**USER, "stream": True}, timeout=180
@@ -885,13 +888,13 @@ def test_drain_has_a_limit() -> None:
         warnings = running.stderr.read()
         assert "no keys are set: everyone who can reach 0.0.0.0" in warnings
         assert "--drain is now called --shutdown-grace; the old name still works" in warnings
-        until(lambda: engine.running == 0, "the engine to be freed")
+        wait_until(lambda: engine.running == 0, "the engine to be freed")
 
 
 def test_kill_9_frees_the_engine_and_another_takes_the_port() -> None:
     engine = FakeEngine("vllm", LONG, held=True)
     port = free_port()
-    with served(engine.app) as url:
+    with run_server(engine.app) as url:
         with process(url, port) as running:
             base = f"http://127.0.0.1:{port}"
             request = {**USER, "stream": True}
@@ -901,7 +904,7 @@ def test_kill_9_frees_the_engine_and_another_takes_the_port() -> None:
             ):
                 for _ in answer.iter_lines():
                     running.kill()
-            until(lambda: engine.running == 0, "the engine to be freed")
+            wait_until(lambda: engine.running == 0, "the engine to be freed")
             assert engine.aborted == 1
         engine.held = False
         with process(url, port):
@@ -918,11 +921,11 @@ def test_each_request_is_logged(form: Any, stream: bool, caplog: pytest.LogCaptu
     engine = FakeEngine("sglang", {"Hello": thinks + SCRIPTS["Hello"]})
     keys = (Key("alice", digest("key-of-alice")),)
     with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
+        url = stack.enter_context(run_server(engine.app))
         settings = GatewaySettings(
             engines=(Spec(url),), model=MODEL, keys=keys, access_log=form, requests_per_minute=1
         )
-        base = stack.enter_context(served(gateway(settings)))
+        base = stack.enter_context(run_server(gateway(settings)))
         caplog.set_level("INFO", access_log.logger.name)
 
         def ask(key: str) -> int:
@@ -940,7 +943,7 @@ def test_each_request_is_logged(form: Any, stream: bool, caplog: pytest.LogCaptu
             name = access_log.logger.name
             return [record.getMessage() for record in caplog.records if record.name == name]
 
-        until(lambda: form == "off" or len(lines()) == 3, "the lines")
+        wait_until(lambda: form == "off" or len(lines()) == 3, "the lines")
         written = lines()
     assert "key-of-alice" not in "".join(written)
     if form == "off":

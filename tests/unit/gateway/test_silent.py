@@ -13,8 +13,10 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from fake_engines import EXCHANGES, FakeEngine, Fault, compact, served, until
+from app_server import run_server
+from fake_engines import EXCHANGES, FakeEngine, Fault, compact
 from gateway_in_process import MODEL, Watched
+from waiting import wait_until, wait_until_async
 
 from vllm_mlx_harmony.gateway import fleet
 from vllm_mlx_harmony.gateway.app import _GatewayApp
@@ -32,9 +34,9 @@ class Deployment:
 
     def __init__(self, stack: ExitStack, *engines: FakeEngine, **options: Any) -> None:
         self.engines = engines
-        urls = [stack.enter_context(served(engine.app)) for engine in engines]
+        urls = [stack.enter_context(run_server(engine.app)) for engine in engines]
         self.host = Watched("", *zip(engines, urls, strict=True), **{"rule": QUICK, **options})
-        self.url = stack.enter_context(served(_GatewayApp(self.host, application(self.host))))
+        self.url = stack.enter_context(run_server(_GatewayApp(self.host, application(self.host))))
         self.healthy = urls[-1]
 
     def limit(self, seconds: float) -> None:
@@ -100,7 +102,7 @@ def test_every_conversation_is_answered_beside_a_silent_engine(
         assert deployment.ask(range(CONVERSATIONS)) == [200] * CONVERSATIONS
         assert len(hung.prompts) == before
         hung.silent = ""
-        until(lambda: deployment.host.fleet.backends[0].up, "a probe to find it well")
+        wait_until(lambda: deployment.host.fleet.backends[0].up, "a probe to find it well")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -166,7 +168,7 @@ def test_progress_that_advances_ends_a_silence(
     """A prompt that takes several times longer than expected, on an engine that reports it."""
     exchange = EXCHANGES["llamacpp"]
 
-    def events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+    def events(prompt: Sequence[int], output: Sequence[int], finish: str) -> Iterator[str]:
         for number in range(1, 13):
             processed = number if advances else 1
             report = {"total": 100, "cache": 0, "processed": processed, "time_ms": number}
@@ -212,15 +214,15 @@ def test_client_disconnect_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
         async def leave() -> None:
             async with httpx.AsyncClient(timeout=180) as client:
                 asking = asyncio.ensure_future(client.post(deployment.url + CHAT, json=body))
-                await asyncio.to_thread(until, lambda: slow.running == 1, "the request to run")
+                await wait_until_async(lambda: slow.running == 1, "the request to run")
                 asking.cancel()
 
         for _ in range(4):
             slow.faults[:], slow.trial_faults[:] = [Fault(then="hang", after=0)], [Fault()]
             asyncio.run(leave())
-            until(lambda: backend.in_flight == slow.running == 0, "the request to be closed")
-            until(lambda: not slow.trial_faults, "a probe")
-        until(lambda: not deployment.host.fleet.routing.doubted(backend), "the probe's result")
+            wait_until(lambda: backend.in_flight == slow.running == 0, "the request to be closed")
+            wait_until(lambda: not slow.trial_faults, "a probe")
+        wait_until(lambda: not deployment.host.fleet.routing.doubted(backend), "the probe's result")
         assert backend.up and deployment.ask([number]) == [200]
 
 
@@ -262,5 +264,5 @@ def test_failure_of_an_engine_counts(fault: Fault, status: int) -> None:
         number, *_ = deployment.home(1)
         engines[0].faults[:], engines[0].trial_faults[:] = [fault] * 50, [fault] * 50
         assert deployment.ask([number] * 4, at_once=False) == [200] * 4
-        until(lambda: not deployment.host.fleet.backends[0].up, "the engine to be taken down")
+        wait_until(lambda: not deployment.host.fleet.backends[0].up, "the engine to be taken down")
         assert [backend.up for backend in deployment.host.fleet.backends[1:]] == [True, True]

@@ -13,7 +13,7 @@ pytest.importorskip("openai")
 
 import httpx
 import openai
-from fake_engines import served
+from app_server import run_server
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.core import vocab
@@ -45,9 +45,9 @@ def url() -> Iterator[str]:
         patch.setenv(ids.ID_ENDPOINT_VARIABLE, "1")
         patch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
         settings = GatewaySettings(engines=(), model=MODEL, keys=(Key("gateway", digest(KEY)),))
-        with served(application(Host(settings, StandIn(MODEL, 0.0)))) as engine:
+        with run_server(application(Host(settings, StandIn(MODEL, 0.0)))) as engine:
             over = GatewaySettings(engines=(Spec(engine, key=KEY),), model=MODEL)
-            with served(gateway(over)) as url:
+            with run_server(gateway(over)) as url:
                 yield url
 
 

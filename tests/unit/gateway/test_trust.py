@@ -11,9 +11,11 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 import httpx
-from fake_engines import KINDS, FakeEngine, served, until
+from app_server import run_server
+from fake_engines import KINDS, FakeEngine
 from gateway_in_process import MODEL, Watched
 from test_faults import BODIES, TEXT, Deployment
+from waiting import wait_until
 
 from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core.errors import OutputError
@@ -36,7 +38,7 @@ def test_engine_that_ignores_the_limit_is_cut(kind: str, stream: bool) -> None:
         assert '"finish_reason":"length"' in answer.text
         assert '"completion_tokens":50' in answer.text
         assert answer.text.count(" two") <= 50
-        until(lambda: engine.running == 0, "the engine to be closed")
+        wait_until(lambda: engine.running == 0, "the engine to be closed")
         assert engine.aborted == 1
 
 
@@ -48,7 +50,7 @@ def test_engine_that_keeps_to_the_limit_ends_its_stream(kind: str) -> None:
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] == 50
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
-        until(lambda: engine.running == 0, "the engine to end")
+        wait_until(lambda: engine.running == 0, "the engine to end")
         assert engine.aborted == 0
 
 
@@ -135,7 +137,7 @@ def test_clients_do_not_see_the_address_of_an_engine(
     engine = FakeEngine("vllm", {"Hello": TEXT})
     with ExitStack() as stack:
         host = Watched("", (engine, f"http://127.0.0.1:{port}"))
-        url = stack.enter_context(served(application(host)))
+        url = stack.enter_context(run_server(application(host)))
         answer = httpx.post(url + path, json={"model": MODEL, **BODIES[path]}, timeout=60)
     assert answer.status_code == 503
     assert str(port) not in answer.text and "127.0.0.1" not in answer.text

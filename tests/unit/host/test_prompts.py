@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rows import ids
+from harmony_text import ids_of
 
 pytest.importorskip("vllm_mlx")
 pytest.importorskip("mlx_lm")
@@ -106,7 +106,7 @@ def test_warm_prompts_serve_every_tenant(engine: Any, run: Run) -> None:
     body = {"model": "m", "messages": [SYSTEM, ASK]}
     prompt = render(chat.read(body, VllmMlx().defaults(None)).turn).ids
     begins = vocab.encoding().decode(prompt).index("<|start|>user")
-    shared = len(ids(vocab.encoding().decode(prompt)[:begins]))
+    shared = len(ids_of(vocab.encoding().decode(prompt)[:begins]))
     assert run(engine.engine.reusable_tokens(prompt, "alice")) == 0
     warmed = run(prompt_warmup.warm_prefix_cache(engine, [[SYSTEM], [{"role": "nobody"}]]))
     assert (warmed["count"], warmed["skipped"]) == (1, 1)

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ import pytest
 pytest.importorskip("vllm_mlx")
 
 from event_checker import check
+from loops import run
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from vllm_mlx import server
@@ -370,10 +371,6 @@ def generate_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     return replace_run
 
 
-def run_async(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
 async def slowly(job: Any) -> AsyncIterator[list[Delta]]:
     for group in DELTA_GROUPS:
         yield group
@@ -427,7 +424,7 @@ def test_replays_do_not_block_the_event_loop(generate_with: Callable[[Any], None
         assert reads == 20 * len(running.events) and longest <= 20 * AT_ONCE
         await running.cancel()
 
-    run_async(test)
+    run(test())
 
 
 @pytest.mark.parametrize("start", [0, 1, 4, 7, 100])
@@ -442,7 +439,7 @@ def test_response_is_followed_from_any_event(
         assert check(running.events)["status"] == "completed"
         assert live == await collect_events(running, start) == running.events[start:]
 
-    run_async(test)
+    run(test())
 
 
 @pytest.mark.parametrize("variable", ["", "1", "0"])
@@ -474,7 +471,7 @@ def test_readers_are_pinged_during_silence(
             assert numbers == sorted(numbers)  # a client continues after the last one received
         await running.cancel()
 
-    run_async(test)
+    run(test())
 
 
 def test_running_response_is_cancelled(
@@ -496,7 +493,7 @@ def test_running_response_is_cancelled(
         assert response is not None
         assert response.document == final
 
-    run_async(test)
+    run(test())
 
 
 def test_queued_response_is_cancelled(generate_with: Callable[[Any], None]) -> None:
@@ -510,7 +507,7 @@ def test_queued_response_is_cancelled(generate_with: Callable[[Any], None]) -> N
         assert background_job.lease.released
         assert check(running.events)["status"] == "cancelled"
 
-    run_async(test)
+    run(test())
 
 
 def test_queued_response_streams_its_events(generate_with: Callable[[Any], None]) -> None:
@@ -525,7 +522,7 @@ def test_queued_response_streams_its_events(generate_with: Callable[[Any], None]
         await running.cancel()
         assert check([event async for event in running.follow()])["status"] == "cancelled"
 
-    run_async(test)
+    run(test())
 
 
 def test_response_cancelled_during_release_stays_completed(
@@ -545,7 +542,7 @@ def test_response_cancelled_during_release_stays_completed(
         while not background_job.lease.released:
             await asyncio.sleep(0)
 
-    run_async(test)
+    run(test())
 
 
 class SlowStore(MemoryStore):
@@ -591,7 +588,7 @@ def test_response_completes_after_it_is_stored(
         assert response is not None
         assert response.document == running.document
 
-    run_async(test)
+    run(test())
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -612,7 +609,7 @@ def test_response_deleted_while_stored_stays_deleted(
         assert check(await collect_events(running))["status"] == "completed"
         assert slow_store.get(RESOURCE) is None
 
-    run_async(test)
+    run(test())
 
 
 @pytest.mark.usefixtures("_active")
@@ -633,7 +630,7 @@ def test_unfinished_response_cannot_be_continued(
         request = await asyncio.to_thread(routes.RESPONSES.read, body, Defaults(), caller())
         assert request.turn.messages == (User("Hi"), Answer("Hello."), User("More"))
 
-    run_async(test)
+    run(test())
 
 
 def test_completed_response_cannot_be_cancelled(generate_with: Callable[[Any], None]) -> None:
@@ -645,7 +642,7 @@ def test_completed_response_cannot_be_cancelled(generate_with: Callable[[Any], N
         await running.cancel()
         assert running.document["status"] == "completed"
 
-    run_async(test)
+    run(test())
 
 
 def is_remembered(background: BackgroundResponses, number: int) -> bool:
@@ -668,7 +665,7 @@ def test_oldest_responses_are_forgotten_beyond_max_events(
         assert await background.forget(ResourceKey(f"resp_{3:020x}", TENANT)) is True
         assert await background.forget(ResourceKey(f"resp_{3:020x}", TENANT)) is False
 
-    run_async(test)
+    run(test())
 
 
 def test_oldest_responses_are_forgotten_beyond_max_bytes(
@@ -689,7 +686,7 @@ def test_oldest_responses_are_forgotten_beyond_max_bytes(
         remembered = [is_remembered(background, number) for number in range(4)]
         assert remembered == [False, True, True, True]
 
-    run_async(test)
+    run(test())
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -717,7 +714,7 @@ def test_completed_response_keeps_only_its_documents(
         (item,) = running.input_items
         assert item["content"] == [{"type": "input_text", "text": "Hi"}]
 
-    run_async(test)
+    run(test())
 
 
 # --- Compaction.
@@ -978,7 +975,7 @@ def test_websocket_connection_has_a_lifetime() -> None:
         ]
         assert socket.code == 1000
 
-    run_async(test)
+    run(test())
 
 
 @pytest.mark.usefixtures("_active")
@@ -1004,7 +1001,7 @@ def test_too_many_waiting_messages_close_the_connection(
         await ResponsesSocket(socket).serve()
         assert socket.code == code
 
-    run_async(test)
+    run(test())
 
 
 @pytest.mark.usefixtures("_active")
@@ -1029,7 +1026,7 @@ def test_stalled_websocket_is_aborted() -> None:
         assert aborted == [True]
         assert not installed_in(server.app).answers.unread
 
-    run_async(test)
+    run(test())
 
 
 @pytest.mark.usefixtures("_foreign", "_active")
@@ -1043,7 +1040,7 @@ def test_other_model_has_no_websocket() -> None:
         talking.cancel()
         assert (socket.sent[0]["type"], socket.sent[0]["error"]["param"]) == ("error", "model")
 
-    run_async(test)
+    run(test())
 
 
 def test_route_is_added_and_removed() -> None:
@@ -1104,4 +1101,4 @@ def test_background_responses_are_bounded_in_total(
         await collect_events(first)
         await (await start_another(4)).cancel()
 
-    run_async(test)
+    run(test())

@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("vllm_mlx")
 
 from fastapi import HTTPException
+from loops import run
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from vllm_mlx import server
@@ -674,7 +675,7 @@ def test_every_ended_turn_is_counted(
         engine.generate = two_steps
         assert len(await read_all(job(engine))) == 2  # the next turn can use it
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())
 
 
 @pytest.mark.parametrize(
@@ -702,7 +703,7 @@ def test_ended_answer_is_freed_without_the_collector(
     gc.collect()
     gc.disable()
     try:
-        asyncio.run(asyncio.wait_for(test(), 60))
+        run(test())
     finally:
         gc.enable()
 
@@ -729,7 +730,7 @@ def test_client_does_not_wait_for_a_running_step(how: str) -> None:
             await reading
         assert await count_releases(turn) == 1
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())
 
 
 @pytest.mark.parametrize("read", [True, False])
@@ -754,7 +755,7 @@ def test_engine_is_released_after_its_reader_leaves(
         await closing
         assert await count_releases(turn) == 1
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())
 
 
 def test_request_waiting_for_its_first_step_is_cancellable() -> None:
@@ -774,7 +775,7 @@ def test_request_waiting_for_its_first_step_is_cancellable() -> None:
             await asyncio.wait_for(waiting, 60)
         assert turn.lease.released == 1  # type: ignore[attr-defined]
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())
 
 
 def test_finished_delta_has_the_cached_tokens() -> None:
@@ -791,7 +792,7 @@ def test_answers_of_one_engine_do_not_wait_for_each_other() -> None:
         for turn in turns:
             await turn.aclose()
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())
 
 
 # --- A stream that nobody reads to its end.
@@ -840,7 +841,7 @@ def test_stream_of_failing_reader_releases_the_engine(sent: int) -> None:
 
     gc.disable()
     try:
-        asyncio.run(asyncio.wait_for(test(), 60))
+        run(test())
     finally:
         gc.enable()
 

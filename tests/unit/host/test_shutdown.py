@@ -16,6 +16,7 @@ pytest.importorskip("vllm_mlx")
 
 import httpx
 import uvicorn
+from loops import run
 from vllm_mlx import server
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
@@ -115,7 +116,7 @@ def shut_down(stopping: Any, during: Any = None) -> list[Any]:
         if beside is not None:
             await beside
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())
     shutdowns: list[Any] = stopping.shutdowns
     return shutdowns
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +17,8 @@ import pytest
 pytest.importorskip("vllm_mlx")
 
 from event_checker import check
+from loops import run
+from waiting import wait_until_async
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
@@ -89,15 +91,6 @@ class Engine:
             self.busy = False
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 def emitter(api: str) -> Any:
     read, body = APIS[api]
     return read(body).emitter(INFO)
@@ -159,7 +152,7 @@ def test_stalled_reader_does_not_hold_the_engine(api: str) -> None:
     async def test() -> None:
         engine = Engine()
         events = start_engine(engine, api, capacity=10_000)
-        await wait_until(lambda: engine.failure is not None)
+        await wait_until_async(lambda: engine.failure is not None, "the engine to be stopped")
         assert not engine.busy
         assert engine.generated < 100
         data = [event.data async for event in events if event is not DONE]
@@ -169,7 +162,7 @@ def test_stalled_reader_does_not_hold_the_engine(api: str) -> None:
         assert numbers[0] is None or numbers == list(range(len(data)))
         assert not ANSWERS.unread
 
-    run(test)
+    run(test())
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -177,12 +170,12 @@ def test_late_reader_misses_nothing_within_the_buffer(api: str) -> None:
     async def test() -> None:
         engine = Engine(50)
         events = start_engine(engine, api, capacity=1_000_000)
-        await wait_until(lambda: engine.generated == 50 and not engine.busy)
+        await wait_until_async(lambda: engine.generated == 50 and not engine.busy, "its end")
         data = [event.data async for event in events]
         assert sum(f'"{WORD}"' in text for text in data) >= 50
         assert not any('"error":{' in text for text in data)
 
-    run(test)
+    run(test())
 
 
 WORDS = " word é 😀" * 60
@@ -221,7 +214,7 @@ def test_slow_reader_misses_nothing_of_large_steps(interval: int) -> None:
         assert "".join(deltas_read) == WORDS
         assert len(deltas_read) > 1
 
-    run(test)
+    run(test())
 
 
 def test_repeated_request_does_not_count() -> None:
@@ -236,7 +229,7 @@ def test_repeated_request_does_not_count() -> None:
         answer = start_answer(deltas(), Plain(), capacity=1000)
         assert [len(event.data) async for event in answer] == [50_000, 900, 50_000]
 
-    run(test)
+    run(test())
 
 
 @pytest.mark.parametrize(("size", "fits"), [("1000", False), ("2K", True), ("0.001M", False)])
@@ -262,7 +255,7 @@ def test_environment_sets_the_size_of_the_buffer(
         await asyncio.sleep(0.01)  # nobody reads
         await buffer.aclose()
 
-    run(test)
+    run(test())
     assert failures == ([] if fits else ["reader_too_slow"])
     expected = "closing a stream: the client has not read 1800 bytes"
     assert [record.message for record in caplog.records] == ([] if fits else [expected])
@@ -280,7 +273,7 @@ def test_closing_at_any_moment_frees_the_engine(steps: int) -> None:
         assert [event async for event in events] == []
         assert not ANSWERS.unread
 
-    run(test)
+    run(test())
 
 
 @pytest.mark.parametrize("after", [0.01, 0])
@@ -296,7 +289,7 @@ def test_silent_stream_is_pinged_unless_disabled(after: float) -> None:
         assert set(read[:-1]) == ({Plain.ping} if after else set())
         assert len(read) < 15
 
-    run(test)
+    run(test())
 
 
 def test_no_ping_overtakes_an_event() -> None:
@@ -322,7 +315,7 @@ def test_no_ping_overtakes_an_event() -> None:
         numbers = [json.loads(event.data)["sequence_number"] for event in read if event.name]
         assert numbers == list(range(len(numbers))) and len(numbers) > 3
 
-    run(test)
+    run(test())
 
 
 def test_cancelled_reader_can_read_on() -> None:
@@ -340,7 +333,7 @@ def test_cancelled_reader_can_read_on() -> None:
             gate.set()
             assert [event.data async for event in buffer] == ["a", "b"]
 
-    run(test)
+    run(test())
 
 
 def test_stalled_client_is_disconnected() -> None:
@@ -359,4 +352,4 @@ def test_stalled_client_is_disconnected() -> None:
             await sending(0.2)
             assert aborted == [True]
 
-    run(test)
+    run(test())

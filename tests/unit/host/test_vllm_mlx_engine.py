@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm_mlx")
 pytest.importorskip("mlx_lm")
 
+from harmony_text import ids_of
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -51,12 +52,8 @@ COMPLETIONS = {
 }
 
 
-def ids(text: str) -> tuple[int, ...]:
-    return tuple(vocab.encoding().encode(text, allowed_special="all"))
-
-
 def prompt(text: str) -> tuple[int, ...]:
-    return ids(f"<|start|>user<|message|>{text}<|end|><|start|>assistant")
+    return ids_of(f"<|start|>user<|message|>{text}<|end|><|start|>assistant")
 
 
 SCRIPTS = [
@@ -68,7 +65,7 @@ SCRIPTS = [
 
 def expected(name: str) -> tuple[int, ...]:
     """The script's ids up to and including the first that ends the turn."""
-    token_ids = ids(COMPLETIONS[name])
+    token_ids = ids_of(COMPLETIONS[name])
     ends = [at for at, token in enumerate(token_ids) if token in vocab.TURN_ENDS]
     return token_ids[: ends[0] + 1]
 
@@ -194,7 +191,7 @@ def test_closed_request_frees_the_engine(engine: Any, run: Run) -> None:
         async with started_answer(engine, "slow"):
             pass
         await wait_until_idle(engine)
-        assert engine.engine.totals.completion_tokens - before < len(ids(COUNT)) / 2
+        assert engine.engine.totals.completion_tokens - before < len(ids_of(COUNT)) / 2
         assert ids_of_steps(await read_steps(engine, "answer")) == expected("answer")
 
     run(test())
@@ -209,7 +206,7 @@ def test_cancelled_request_frees_the_engine(engine: Any, run: Run) -> None:
         task.cancel()
         await asyncio.wait({task})
         await wait_until_idle(engine)
-        assert engine.engine.totals.completion_tokens - before < len(ids(COUNT)) / 2
+        assert engine.engine.totals.completion_tokens - before < len(ids_of(COUNT)) / 2
         assert ids_of_steps(await read_steps(engine, "answer")) == expected("answer")
 
     run(test())
@@ -326,7 +323,7 @@ def test_host_requests_and_ours_are_independent(
 
 async def continue_answer(engine: Any, text: str, settings: GenerationSettings) -> tuple[int, ...]:
     """The ids that follow a prompt and the header of an answer."""
-    beginning = (*prompt(text), *ids("<|channel|>final<|message|>"))
+    beginning = (*prompt(text), *ids_of("<|channel|>final<|message|>"))
     async with aclosing(generate(engine, beginning, settings)) as generated:
         return ids_of_steps([step async for step in generated])
 
@@ -336,7 +333,7 @@ def test_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
 
     The stand-in gives its next id ``WEIGHT`` and every other one nearly nothing.
     """
-    lifted = {"max_tokens": 4, "temperature": 0.0, "logit_bias": ((ids(" 7")[0], WEIGHT + 1),)}
+    lifted = {"max_tokens": 4, "temperature": 0.0, "logit_bias": ((ids_of(" 7")[0], WEIGHT + 1),)}
     plain = GenerationSettings(top_p=1.0, **lifted)
     penalised = GenerationSettings(top_p=1.0, presence_penalty=2.0, **lifted)
     assert len(set(run(continue_answer(engine, ">count<", plain)))) == 1
@@ -350,8 +347,8 @@ def test_frequency_penalty_counts_the_whole_answer(engine: Any, run: Run) -> Non
         max_tokens=30, temperature=0.0, top_p=1.0, frequency_penalty=lead / 26.5
     )
     generated = run(continue_answer(engine, ">again<", penalised))
-    assert generated[:27] == (ids(" a")[0],) * 27
-    assert generated[27:28] != (ids(" a")[0],)
+    assert generated[:27] == (ids_of(" a")[0],) * 27
+    assert generated[27:28] != (ids_of(" a")[0],)
 
 
 @pytest.mark.parametrize("beside", [0, 3])

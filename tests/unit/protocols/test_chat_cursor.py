@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 import pytest
-from rows import ids as ids_of
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.errors import RequestError

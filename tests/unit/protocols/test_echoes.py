@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from ciphers import Tagged
+from harmony_text import ids_of, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import ROWS, Row
-from rows import ids as ids_of
 from sizes import examples
 
 from vllm_mlx_harmony.core import vocab
@@ -40,10 +40,6 @@ from vllm_mlx_harmony.protocols import chat, messages, responses
 
 MIB = 2**20
 DEFAULTS = Defaults(date="2026-01-01")
-
-
-def text_of(ids: Sequence[int]) -> str:
-    return vocab.encoding().decode(list(ids))
 
 
 # --- Clients: the conversation so far, and what they keep of an answer.

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from anthropic_checker import checked
 from ciphers import Tagged
-from rows import ids as ids_of
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.errors import RequestError

@@ -9,9 +9,9 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from ciphers import Tagged
 from event_checker import check
+from harmony_text import ids_of
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import ids as ids_of
 
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ciphers import Tagged
 from event_checker import check
-from rows import ids as ids_of
+from harmony_text import ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext

@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from loops import run
+
 from vllm_mlx_harmony.core.deltas import Delta, Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.protocols.events import Event
@@ -179,4 +181,4 @@ def test_action_in_each_state_has_expected_result(
         assert (held.results, held.last, held.interrupted) == ([result], last, interrupted)
         assert (read[-1:] == ["last"]) == (action is not closed)
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())

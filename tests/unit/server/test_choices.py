@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -15,9 +14,11 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 import openai
+from harmony_text import ids_of
+from loops import run
 from official_clients import clients
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from scripted_host import KEY, MODEL, SingleEngineHost, Tracker, ids
+from scripted_host import KEY, MODEL, SingleEngineHost, Tracker
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import vocab
@@ -30,7 +31,6 @@ from vllm_mlx_harmony.server.app import application
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
 
-T = TypeVar("T")
 
 CALL = '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"a":1}<|call|>'
 BREAKS = "break"
@@ -85,7 +85,7 @@ class Seeded:
             at = SEEDS.index(seed) if seed is not None else place
             if self.answers[at] == BREAKS:
                 raise OutputError("the engine failed")
-            generated = ids(self.answers[at])
+            generated = ids_of(self.answers[at])
             ends = generated[-1] in vocab.TURN_ENDS
             for start in range(0, len(generated), self.at_once):
                 step = generated[start : start + self.at_once]
@@ -118,10 +118,6 @@ class Counting(SingleEngineHost):
     def tracker(self, api: str, *, stream: bool) -> Tracker:
         self.trackers.append(Measured(api))
         return self.trackers[-1]
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 def request(n: int = 4, **fields: Any) -> dict[str, Any]:
@@ -201,7 +197,7 @@ def test_usage_counts_prompt_once_and_sums_answers() -> None:
         prompt = (await complete(alone, n=1)).usage.prompt_tokens
         assert together is not None
         assert together.prompt_tokens == prompt
-        assert together.completion_tokens == sum(len(ids(answer)) for answer in ANSWERS)
+        assert together.completion_tokens == sum(len(ids_of(answer)) for answer in ANSWERS)
         assert together.prompt_tokens_details is not None
         assert together.prompt_tokens_details.cached_tokens == 7
         (tracker,) = host.trackers
@@ -209,7 +205,7 @@ def test_usage_counts_prompt_once_and_sums_answers() -> None:
         assert tracker.results == ["success"]
         assert tracker.usage.prompt_tokens == prompt
         assert tracker.usage.completion_tokens == together.completion_tokens
-        assert tracker.usage.call_tokens == len(ids('{"a":1}'))
+        assert tracker.usage.call_tokens == len(ids_of('{"a":1}'))
 
     run(test())
 

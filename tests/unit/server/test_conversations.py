@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ pytest.importorskip("starlette")
 pytest.importorskip("openai")
 
 import openai
+from harmony_text import ids_of
+from loops import run
 from official_clients import clients
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
 from test_front_end import CALL, REPLY
 from test_front_end import SCRIPTS as FRONT_END
@@ -58,14 +59,16 @@ def wire(host: SingleEngineHost) -> Iterator[TestClient]:
         yield client
 
 
-def run(test: Callable[[Any], Awaitable[None]], host: SingleEngineHost, key: str = KEY) -> None:
+def run_with_client(
+    test: Callable[[Any], Awaitable[None]], host: SingleEngineHost, key: str = KEY
+) -> None:
     """Runs ``test`` with the official client."""
 
-    async def running() -> None:
+    async def call_test() -> None:
         client, _ = clients(host, key)
         await test(client)
 
-    asyncio.run(asyncio.wait_for(running(), 60))
+    run(call_test())
 
 
 async def create_response(client: Any, *, stream: bool, **fields: Any) -> Any:
@@ -112,7 +115,7 @@ def test_items_are_added_listed_and_deleted(host: SingleEngineHost) -> None:
             await client.conversations.retrieve(conversation.id)
         assert missing.value.code == "conversation_not_found"
 
-    run(test, host)
+    run_with_client(test, host)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -145,7 +148,7 @@ def test_responses_are_added_to_conversation(host: SingleEngineHost, stream: boo
         own = await client.responses.input_items.list(first.id)
         assert [item.content[0].text for item in own.data] == ["Hello!"]
 
-    run(test, host)
+    run_with_client(test, host)
     prompt = vocab.encoding().decode(list(host.engine.prompts[-1]))  # type: ignore[attr-defined]
     assert "Be brief." in prompt
     assert prompt.endswith(
@@ -169,9 +172,9 @@ def test_a_tool_loop_in_a_conversation(host: SingleEngineHost, stream: bool) -> 
         second = await create_response(client, **options, input=[result])
         assert second.output_text == REPLY
 
-    run(test, host)
+    run_with_client(test, host)
     first, second = host.engine.prompts  # type: ignore[attr-defined]
-    generated = (*first, *ids(CALL))
+    generated = (*first, *ids_of(CALL))
     assert second[: len(generated)] == generated
 
 
@@ -186,7 +189,7 @@ def test_input_is_optional(host: SingleEngineHost) -> None:
         with pytest.raises(openai.BadRequestError, match="input"):
             await create_response(client, stream=False, conversation=empty.id)
 
-    run(test, host)
+    run_with_client(test, host)
 
 
 def test_conversations_of_other_tenants_are_not_found(host: SingleEngineHost) -> None:
@@ -210,7 +213,7 @@ def test_conversations_of_other_tenants_are_not_found(host: SingleEngineHost) ->
                 await request
         assert len((await client.conversations.items.list(conversation.id)).data) == 1
 
-    run(test, host)
+    run_with_client(test, host)
 
 
 async def _accept_any_key(connection: Any) -> None:
@@ -236,7 +239,7 @@ def test_failed_response_is_not_added(host: SingleEngineHost) -> None:
             )
         assert both.value.param == "conversation"
 
-    run(test, host)
+    run_with_client(test, host)
 
 
 def test_append_does_not_recreate_deleted_conversation(host: SingleEngineHost) -> None:

@@ -19,7 +19,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
+from harmony_text import ids_of
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
@@ -295,7 +296,7 @@ def test_editor_reads_file(host: SingleEngineHost, wire: TestClient, name: str) 
     )
     assert second.usage["total_tokens"] > first.usage["total_tokens"] > 0
     before, after = host.engine.prompts  # type: ignore[attr-defined]
-    continued = (*before, *ids(CALL))
+    continued = (*before, *ids_of(CALL))
     assert after[: len(continued)] == continued
     assert host.lent == 0
 

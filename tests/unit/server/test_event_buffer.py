@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette")
 
+from loops import run_in_virtual_time as run
+
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.event_buffer import HIGH_WATER, PIECE, EventBuffer
-
-T = TypeVar("T")
 
 A, B, C = Event("a"), Event("b"), Event("c")
 COMMENT = Event("comment", comment=True)
@@ -22,36 +20,6 @@ PING = Event("ping")
 CLOSE = None
 
 KIB = 1024
-
-
-class Selector(selectors.SelectSelector):
-    """Never waits, but advances the clock of its loop."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        assert timeout is not None, "nothing will ever happen"
-        self.now += timeout
-        return super().select(0)
-
-
-class Loop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer."""
-
-    def __init__(self) -> None:
-        self._jumping = Selector()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now
-
-
-def run(test: Coroutine[Any, Any, T]) -> T:
-    loop = Loop()
-    try:
-        return loop.run_until_complete(test)
-    finally:
-        loop.close()
 
 
 def buffer(capacity: int = 0, ping_seconds: float = 0) -> EventBuffer:

@@ -22,10 +22,13 @@ import anthropic
 import ollama
 import openai
 from event_checker import check_documents
+from harmony_text import ids_of
+from loops import run
 from official_clients import clients, ollama_client
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
+from waiting import wait_until_async
 
 from vllm_mlx_harmony.core import render, text_limits, vocab
 from vllm_mlx_harmony.core.attachments import Attachments
@@ -173,14 +176,14 @@ Loop = Callable[..., Awaitable[tuple[str, str, str]]]
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages, by_ollama])
 def test_a_tool_loop(host: SingleEngineHost, loop: Loop, stream: bool) -> None:
-    result = asyncio.run(asyncio.wait_for(loop(host, stream), 30))
+    result = run(loop(host, stream))
     assert result == ("weather", '{"city":"Paris"}', REPLY)
     assert host.lent == 0
     assert [tracker.results[0] for tracker in host.trackers] == ["success"] * 2
     # The second prompt begins with the first and the generated ids, including the reasoning, which
     # the Chat client does not send back.
     first, second = host.engine.prompts  # type: ignore[attr-defined]
-    generated = (*first, *ids(CALL))
+    generated = (*first, *ids_of(CALL))
     assert second[: len(generated)] == generated
 
 
@@ -195,7 +198,7 @@ def test_function_named_like_trained_tool_can_be_called(
 ) -> None:
     script = CALL.replace("functions.weather", f"functions.{alias}")
     engine = ScriptedEngine({**SCRIPTS, "How is the weather?": script}, 3)
-    result = asyncio.run(asyncio.wait_for(loop(SingleEngineHost(engine), stream, name), 30))
+    result = run(loop(SingleEngineHost(engine), stream, name))
     assert result == (name, '{"city":"Paris"}', REPLY)
     first, second = (vocab.encoding().decode(list(prompt)) for prompt in engine.prompts)
     assert f"type {alias} = (_: {{" in first
@@ -274,7 +277,7 @@ def test_compacted_conversation_continues(how: str) -> None:
         )
         assert more.output_text == "More, then."
 
-    asyncio.run(asyncio.wait_for(test(), 30))
+    run(test())
     assert host.lent == 0
     first, _, last = (vocab.encoding().decode(list(prompt)) for prompt in host.engine.prompts)  # type: ignore[attr-defined]
     assert "type weather = " in first  # the prefix cache of the conversation is used
@@ -302,7 +305,7 @@ def test_compaction_of_stored_conversation_keeps_user_messages() -> None:
         answer = await client.responses.create(model=MODEL, input=window)
         assert answer.output_text == "I remember."
 
-    asyncio.run(asyncio.wait_for(test(), 30))
+    run(test())
     assert host.lent == 0
 
 
@@ -337,7 +340,7 @@ def test_compaction_without_summary_fails(stream: bool) -> None:
         events = [event async for event in await client.responses.create(**COMPACTED, stream=True)]
         assert [event.type for event in events[-1:]] == ["response.failed"]
 
-    asyncio.run(asyncio.wait_for(test(), 30))
+    run(test())
     assert host.lent == 0
 
 
@@ -471,7 +474,7 @@ def test_prediction_reaches_engine_and_is_counted(
 ) -> None:
     engine = PredictingEngine(SCRIPTS, 3)
     details = asyncio.run(prediction_usage(SingleEngineHost(engine), path, stream, content))
-    accepted = len(ids(SCRIPTS["Hello!"]))
+    accepted = len(ids_of(SCRIPTS["Hello!"]))
     assert details == {
         "reasoning_tokens": 0,
         "accepted_prediction_tokens": accepted,
@@ -684,7 +687,7 @@ def test_engine_is_not_released_during_step(how: str) -> None:
 
         async def stubborn(*_: Any) -> Steps:
             try:
-                yield Step(ids("<|channel|>"))
+                yield Step(ids_of("<|channel|>"))
                 computing.set()
                 await asyncio.sleep(3600)
             finally:
@@ -710,10 +713,9 @@ def test_engine_is_not_released_during_step(how: str) -> None:
         assert done and lent == 1
         with pytest.raises(openai.APIStatusError):
             await task
-        while host.lent:
-            await asyncio.sleep(0)
+        await wait_until_async(lambda: host.lent == 0, "the lease")
 
-    asyncio.run(asyncio.wait_for(test(), 120))
+    run(test())
 
 
 def test_unknown_ids_methods_and_keys_are_refused() -> None:

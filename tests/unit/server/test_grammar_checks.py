@@ -16,6 +16,7 @@ from functools import partial
 import psutil
 import pytest
 from grammar_texts import LARK, Schema, grammar, multiple_of
+from waiting import wait_until
 
 from vllm_mlx_harmony.server import grammar_checks, grammar_process
 from vllm_mlx_harmony.server.grammar_checks import (
@@ -34,13 +35,6 @@ ENDLESS = grammar(multiple_of(99_999_989))
 def pool() -> Iterator[WorkerPool]:
     with closing(WorkerPool()) as worker_pool:
         yield worker_pool
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def in_threads(*functions: Callable[[], object]) -> list[threading.Thread]:
@@ -157,7 +151,7 @@ def test_tenants_take_turns() -> None:
     with GrammarCheck("holder", pool).writing():
         for tenant in ("a", "a", "a", "b", "b"):
             threads.extend(in_threads(partial(write, tenant)))
-            assert wait_until(lambda: len(pool.writing.waiting) == len(threads))
+            wait_until(lambda: len(pool.writing.waiting) == len(threads), "all threads to wait")
     for thread in threads:
         thread.join()
     assert order == ["a", "b", "a", "b", "a"]
@@ -176,9 +170,9 @@ def test_request_that_times_out_moves_no_other() -> None:
     threads: list[threading.Thread] = []
     with pool.writing.place("holder"):
         threads.extend(in_threads(partial(write, "a")))
-        assert wait_until(lambda: len(pool.writing.waiting) == 1)
+        wait_until(lambda: len(pool.writing.waiting) == 1, "the first thread to wait")
         threads.extend(in_threads(partial(write, "b")))
-        assert wait_until(lambda: len(pool.writing.waiting) == 2)
+        wait_until(lambda: len(pool.writing.waiting) == 2, "the second thread to wait")
         with pytest.raises(CheckUnavailable), pool.writing.place("a", until=0.0):
             pass
     for thread in threads:
@@ -256,7 +250,7 @@ def test_killed_server_leaves_no_process(busy: bool) -> None:
     with server.stdout, server.stdin:
         assert server.stdout.readline() == b"\n"
         children = partial(psutil.Process(server.pid).children, recursive=True)
-        assert wait_until(lambda: len(children()) > busy)  # the helper process, and its child
+        wait_until(lambda: len(children()) > busy, "a process")  # the helper process, and its child
         started = children()
         server.kill()
         server.wait()

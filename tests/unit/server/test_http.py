@@ -11,7 +11,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
+from harmony_text import ids_of
+from loops import run
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.requests import HTTPConnection, Request
 from starlette.testclient import TestClient
 
@@ -111,7 +113,7 @@ class Slow(ScriptedEngine):
 
     async def generate(self, request: GenerationRequest) -> Steps:
         for _ in range(100):
-            yield Step(ids("Hm"))
+            yield Step(ids_of("Hm"))
             await asyncio.sleep(0.1)
 
 
@@ -215,7 +217,7 @@ def test_stalled_upload_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers,
              "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
              "server": ("localhost", 80), "client": ("127.0.0.1", 1)}  # fmt: skip
-    asyncio.run(asyncio.wait_for(application(host)(scope, receive, send), 60))
+    run(application(host)(scope, receive, send))
     assert sent[0]["status"] == 408
     assert b"was not received within 0.05 seconds" in sent[1]["body"]
     assert b"request_timeout" in sent[1]["body"]

@@ -13,15 +13,18 @@ pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 
 import httpx
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
+from harmony_text import ids_of
+from loops import run
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
+from waiting import wait_until_async
 
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server.ids import ID_ENDPOINT_VARIABLE, PATH
 
 SCRIPT = "<|channel|>final<|message|>Good day.<|return|>"
 SETTINGS = {"max_tokens": 100, "temperature": 0.0, "top_p": 1.0}
-PROMPT = list(ids("<|start|>user<|message|>Hello!<|end|><|start|>assistant"))
+PROMPT = list(ids_of("<|start|>user<|message|>Hello!<|end|><|start|>assistant"))
 
 
 class Waits(ScriptedEngine):
@@ -34,7 +37,7 @@ class Waits(ScriptedEngine):
     async def generate(self, request: GenerationRequest) -> Steps:
         while not self._until():
             await asyncio.sleep(0.01)
-        yield Step(ids("<|return|>"), "stop")
+        yield Step(ids_of("<|return|>"), "stop")
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def test_all_generated_ids_are_sent(host: SingleEngineHost) -> None:
     answer = client(host).post(PATH, json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     stream = events(answer.text)
-    assert tuple(token for event in stream for token in event["ids"]) == ids(SCRIPT)
+    assert tuple(token for event in stream for token in event["ids"]) == ids_of(SCRIPT)
     assert [event["finish"] for event in stream if event["finish"]] == ["stop"]
     assert host.engine.prompts == [tuple(PROMPT)]  # type: ignore[attr-defined]
     assert (host.lent, host.trackers[0].results[0]) == (0, "success")
@@ -94,7 +97,7 @@ def test_token_limit_finishes_with_length(host: SingleEngineHost) -> None:
     body = {"prompt": PROMPT, "settings": {**SETTINGS, "max_tokens": 3}}
     stream = events(client(host).post(PATH, json=body).text)
     assert stream[-1]["finish"] == "length"
-    assert tuple(token for event in stream for token in event["ids"]) == ids(SCRIPT)[:3]
+    assert tuple(token for event in stream for token in event["ids"]) == ids_of(SCRIPT)[:3]
 
 
 @pytest.mark.parametrize(
@@ -188,8 +191,7 @@ def test_all_answers_of_tenant_are_running(host: SingleEngineHost) -> None:
     async def post(http: httpx.AsyncClient) -> None:
         body = {"prompt": PROMPT, "settings": SETTINGS}
         request = asyncio.ensure_future(http.post(PATH, json=body))
-        while len(host.answers.running) < 3:
-            await asyncio.sleep(0.01)
+        await wait_until_async(lambda: len(host.answers.running) == 3, "three answers")
         running.append(len(host.answers.running))
         await request
 
@@ -202,7 +204,7 @@ def test_all_answers_of_tenant_are_running(host: SingleEngineHost) -> None:
         ) as http:
             await asyncio.gather(*(post(http) for _ in range(3)))
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())
     assert running == [3, 3, 3]
 
 

@@ -15,7 +15,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from scripted_host import KEY, ObedientEngine, ScriptedEngine, SingleEngineHost, ids
+from harmony_text import ids_of
+from scripted_host import KEY, ObedientEngine, ScriptedEngine, SingleEngineHost
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
@@ -120,7 +121,7 @@ def test_request_is_shown_with_prompt_and_all_ids(site: Site, api: str, stream: 
     assert answer.status_code == 200, answer.text
     (row,) = site.rows
     assert (row["api"], row["state"], row["stream"]) == (api, "success", stream)
-    assert row["generated"] == len(ids(SCRIPT))
+    assert row["generated"] == len(ids_of(SCRIPT))
     assert row["seconds"] >= row["first"] > 0
     details = site.get(f"requests/{row['id']}").json()
     assert json.loads(details["body"])["model"] == "gpt-oss-20b"
@@ -128,7 +129,7 @@ def test_request_is_shown_with_prompt_and_all_ids(site: Site, api: str, stream: 
     assert tuple(details["prompt"]["ids"]) == site.host.engine.prompts[0]  # type: ignore[attr-defined]
     assert "".join(details["prompt"]["texts"]) == vocab.encoding().decode(details["prompt"]["ids"])
     output = site.get(f"requests/{row['id']}/output").json()
-    assert tuple(output["ids"]) == ids(SCRIPT)
+    assert tuple(output["ids"]) == ids_of(SCRIPT)
     assert "".join(output["texts"]) == SCRIPT
     assert output["times"] == sorted(output["times"])
     events = "".join(output["events"])
@@ -156,7 +157,7 @@ def test_each_id_has_its_origin(engine: Any, origin: str) -> None:
     site = Site(TwoKeys(engine({"Hello!": SCRIPT})))
     site.post()
     output = site.get(f"requests/{site.rows[0]['id']}/output?tokens=2").json()
-    assert output["origins"] == origin * (len(ids(SCRIPT)) - 2)
+    assert output["origins"] == origin * (len(ids_of(SCRIPT)) - 2)
 
 
 def test_known_records_are_not_sent_again(site: Site) -> None:
@@ -216,7 +217,7 @@ def test_server_figures_are_shown(site: Site) -> None:
     assert server["sections"][1] == [SECTION[0], [list(entry) for entry in SECTION[1]]]
     figures = {name: value for name, value, _ in server["sections"][0][1]}
     assert (figures["finished"], figures["running"], figures["waiting"]) == (1, 0, 0)
-    assert sum(server["minutes"]) == len(ids(SCRIPT)) and len(server["minutes"]) == 60
+    assert sum(server["minutes"]) == len(ids_of(SCRIPT)) and len(server["minutes"]) == 60
     (error,) = server["errors"]
     assert (error["what"], error["status"]) == ("POST /v1/chat/completions", 400)
     assert error["message"] == refused.json()["error"]["message"]
@@ -395,9 +396,9 @@ async def _post_during_answer(
 def test_page_ends_request() -> None:
     class Endless(ScriptedEngine):
         async def generate(self, request: GenerationRequest) -> Steps:
-            yield Step(ids("<|channel|>final<|message|>"))
+            yield Step(ids_of("<|channel|>final<|message|>"))
             while True:
-                yield Step(ids("so "))
+                yield Step(ids_of("so "))
                 await asyncio.sleep(0.01)
 
     responses, answer = asyncio.run(_post_during_answer(Endless({"Hello!": SCRIPT}), "end"))

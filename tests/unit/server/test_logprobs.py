@@ -14,9 +14,10 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 from event_checker import check, from_wire
+from harmony_text import ids_of
 from official_clients import clients
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import vocab
@@ -43,10 +44,12 @@ def entry(token: int, logprob: float, no_bytes: Any) -> dict[str, Any]:
 
 
 def expected(text: str, most: int, no_bytes: Any = None) -> list[dict[str, Any]]:
-    """The entries of all ids of ``text``, as `fakes.logprobs` has them."""
+    """The entries of all ids of ``text``, as `scripted_host.logprobs` has them."""
     likeliest = [vocab.RETURN, vocab.END, *range(18)][:most]
     top = [entry(token, -0.25 * at, no_bytes) for at, token in enumerate(likeliest, start=1)]
-    return [{**entry(token, -token / 1000, no_bytes), "top_logprobs": top} for token in ids(text)]
+    return [
+        {**entry(token, -token / 1000, no_bytes), "top_logprobs": top} for token in ids_of(text)
+    ]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Prompt progress: which clients get it, how often, and which must not.
 
-The engine of these tests advances the clock of the event loop between its reports, so that no test
-waits.
+No test waits: the clock of its event loop jumps.
 """
 
 from __future__ import annotations
@@ -9,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -22,6 +21,7 @@ pytest.importorskip("httpx_sse")
 
 import httpx
 from httpx_sse import aconnect_sse
+from loops import run_in_virtual_time as run
 from official_clients import clients
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
@@ -30,30 +30,11 @@ from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server.app import application
 
-T = TypeVar("T")
 Reports = Sequence[tuple[float, Progress]]
 """Progress, each with the seconds before it."""
 
 SCRIPT = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}
 REPLY = "Good day."
-
-
-class Loop(asyncio.SelectorEventLoop):
-    """An event loop whose clock is advanced by hand; by itself it hardly moves."""
-
-    ahead = 0.0
-
-    def time(self) -> float:
-        return super().time() / 50 + self.ahead
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    loop = Loop()
-    try:
-        return loop.run_until_complete(coroutine)
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
 
 
 @dataclass(eq=False)
@@ -66,17 +47,13 @@ class Reporting(ScriptedEngine):
 
     async def generate(self, request: GenerationRequest) -> Steps:
         """The reports, and the ids of the script."""
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, Loop)
         for seconds, progress in self.reports:
-            loop.ahead += seconds
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await asyncio.sleep(seconds)
             yield Step((), progress=progress)
         async for step in super().generate(request):
             yield step
             if self.late is not None:
-                loop.ahead += 10
+                await asyncio.sleep(10)
                 yield Step((), progress=self.late)
 
 

@@ -15,9 +15,11 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 
+from loops import run
 from official_clients import clients
 from scripted_host import KEY, MODEL, ObedientEngine, SingleEngineHost, Tracker
 from starlette.testclient import TestClient
+from waiting import wait_until_async
 
 from vllm_mlx_harmony.server import enforcement, generation
 from vllm_mlx_harmony.server.app import application
@@ -229,10 +231,9 @@ async def end_reasoning(
         response: dict[str, Any] = {}
 
         async def end() -> None:
-            while not host.answers.running:
-                await asyncio.sleep(0)
+            await wait_until_async(lambda: bool(host.answers.running), "an answer")
             (running,) = host.answers.running
-            body = {"id": f"chatcmpl-{running.id}", "action": "reasoning_end"}
+            body = {"id": f"chatcmpl-{running.seed}", "action": "reasoning_end"}
             bearer = {"Authorization": f"Bearer {key}"}
             response.update((await http.post(CONTROL, json=body, headers=bearer)).json())
 
@@ -247,7 +248,7 @@ def test_control_request_ends_reasoning(path: str, monkeypatch: pytest.MonkeyPat
     """The id may be that of any API; the answer says that a request ended its reasoning."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "1000")
     host = Counting(THOUGHTS)
-    verdict, text = asyncio.run(asyncio.wait_for(end_reasoning(host, path), 60))
+    verdict, text = run(end_reasoning(host, path))
     assert verdict == {"success": True}
     assert "Well." in text and '"reasoning_ended_by":"request"' in text
     assert host.reasons == ["request"]
@@ -258,7 +259,7 @@ def test_control_request_ends_reasoning(path: str, monkeypatch: pytest.MonkeyPat
 def test_control_request_fails_if_reasoning_is_unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "0")
     host = Counting(THOUGHTS)
-    verdict, text = asyncio.run(asyncio.wait_for(end_reasoning(host, "/v1/chat/completions"), 60))
+    verdict, text = run(end_reasoning(host, "/v1/chat/completions"))
     assert verdict["success"] is False
     assert "cannot be ended" in verdict["message"]
     assert "Well" in text and "reasoning_ended_by" not in text
@@ -273,7 +274,7 @@ def test_control_request_with_other_key_finds_no_answer(monkeypatch: pytest.Monk
     host = Counting(THOUGHTS)
     host.authenticate = anybody  # type: ignore[method-assign]
     request = end_reasoning(host, "/v1/chat/completions", key="other")
-    verdict, text = asyncio.run(asyncio.wait_for(request, 60))
+    verdict, text = run(request)
     assert verdict == {"success": False, "message": "no answer with this id is being generated"}
     assert "reasoning_ended_by" not in text
 

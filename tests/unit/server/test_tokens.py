@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
+from harmony_text import ids_of
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import text_limits, vocab
@@ -85,7 +86,7 @@ def test_tokens_of_messages_match_prompt(host: HostWithContextLength, wire: Test
     assert tokens["tokens"] == list(prompt)
     assert tokens["count"] == len(prompt)
     text = wire.post("/detokenize", json={"tokens": prompt}).json()["prompt"]
-    assert ids(text) == prompt
+    assert ids_of(text) == prompt
     assert host.lent == 0
 
 

@@ -11,8 +11,11 @@ import pytest
 pytest.importorskip("starlette")
 
 import httpx
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
+from harmony_text import ids_of
+from loops import run
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
+from waiting import wait_until_async
 
 from vllm_mlx_harmony.core.turn import Answer, User
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
@@ -35,9 +38,9 @@ class Gated(ScriptedEngine):
         self.gate = asyncio.Event()
 
     async def generate(self, request: GenerationRequest) -> Steps:
-        yield Step(ids("<|channel|>final<|message|>Good"))
+        yield Step(ids_of("<|channel|>final<|message|>Good"))
         await self.gate.wait()
-        yield Step(ids(" day.<|return|>"), "stop")
+        yield Step(ids_of(" day.<|return|>"), "stop")
 
 
 def client(host: SingleEngineHost) -> TestClient:
@@ -92,7 +95,7 @@ def test_background_responses_belong_to_their_application() -> None:
             assert (len(first.answers.running), len(second.answers.running)) == (1, 0)
             assert (await first_client.post(f"{path}/cancel")).json()["status"] == "cancelled"
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())
 
 
 def test_shutdown_ends_only_answers_of_its_application() -> None:
@@ -104,8 +107,9 @@ def test_shutdown_ends_only_answers_of_its_application() -> None:
                 asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT))
                 for http in (stopped_client, running_client)
             ]
-            while not all(host.answers.running for host in hosts):
-                await asyncio.sleep(0.01)
+            await wait_until_async(
+                lambda: all(host.answers.running for host in hosts), "both answers"
+            )
             (key,) = stopped.answers.running
             assert not running.answers.cancel(key)
             stopped.answers.reject_new(True)
@@ -119,4 +123,4 @@ def test_shutdown_ends_only_answers_of_its_application() -> None:
                 host.engine.gate.set()  # type: ignore[attr-defined]
             assert (await answers[1]).json()["choices"][0]["message"]["content"] == "Good day."
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())

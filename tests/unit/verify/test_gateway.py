@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from fake_engines import served
+from app_server import run_server
 from faulty_server import TIMES, BookEngine, outcomes, serving
 from scripted_host import KEY, MODEL
 
@@ -27,7 +27,7 @@ def test_all_checks_pass_through_gateway(monkeypatch: pytest.MonkeyPatch) -> Non
     with serving(engine=BookEngine(slow=True)) as url:
         keys = (Key("test", digest(KEY)),)
         settings = GatewaySettings(engines=(Spec(url, key=KEY),), keys=keys, model=MODEL)
-        with served(gateway(settings)) as base:
+        with run_server(gateway(settings)) as base:
             results = outcomes(base)
     assert {
         name: outcome.problem for name, outcome in results.items() if outcome.state != "passed"

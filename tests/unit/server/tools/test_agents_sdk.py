@@ -12,8 +12,9 @@ pytest.importorskip("agents")
 import agents
 from agents import memory
 from local_tool_servers import weather
+from loops import run
 from scripted_host import MODEL
-from test_responses_loop import LAST, client, run_async, serving, text_of
+from test_responses_loop import LAST, client, serving, text_of
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
 
@@ -43,7 +44,7 @@ def test_hosted_tool_runs_on_server(stream: bool) -> None:
             pass
         return result
 
-    result = run_async(run_agent())
+    result = run(run_agent())
     assert result.final_output == "It is warm."
     raw = [item.raw_item.type for item in result.new_items if hasattr(item.raw_item, "type")]
     assert "mcp_call" in raw
@@ -62,7 +63,7 @@ def test_callback_approves_or_rejects_call(approve: bool) -> None:
         agent = make_agent(client(host), on_approval_request=answer)
         return await agents.Runner.run(agent, "Where is it warm?")
 
-    assert run_async(run_agent()).final_output == "It is warm."
+    assert run(run_agent()).final_output == "It is warm."
     assert server.called == ([("now", {"city": "Rome"})] if approve else [])
 
 
@@ -72,7 +73,7 @@ def test_interrupted_run_is_approved_and_resumed(stream: bool, approve: bool) ->
     server = weather()
     host = serving(server, scripts={"Rome: 20 °C": LAST, "In Celsius.": LAST})
 
-    async def run(agent: Any, run_input: Any) -> Any:
+    async def run_turn(agent: Any, run_input: Any) -> Any:
         if not stream:
             return await agents.Runner.run(agent, run_input)
         result = agents.Runner.run_streamed(agent, run_input)
@@ -82,16 +83,16 @@ def test_interrupted_run_is_approved_and_resumed(stream: bool, approve: bool) ->
 
     async def converse() -> None:
         agent = make_agent(client(host), config={"require_approval": "always"})
-        result = await run(agent, "Where is it warm?")
+        result = await run_turn(agent, "Where is it warm?")
         (request,) = result.interruptions
         state = await agents.RunState.from_string(agent, result.to_state().to_string())
         (state.approve if approve else state.reject)(state.get_interruptions()[0])
-        result = await run(agent, state)
+        result = await run_turn(agent, state)
         assert (request.name, result.final_output) == ("now", "It is warm.")
         more = [*result.to_input_list(), {"role": "user", "content": "In Celsius."}]
-        assert (await run(agent, more)).final_output == "It is warm."
+        assert (await run_turn(agent, more)).final_output == "It is warm."
 
-    run_async(converse())
+    run(converse())
     assert server.called == ([("now", {"city": "Rome"})] if approve else [])
 
 
@@ -118,7 +119,7 @@ def test_session_is_compacted_after_each_turn(mode: Any) -> None:
         return [str(item["type"]) for item in await session.get_items()]
 
     agents.set_tracing_disabled(True)
-    assert run_async(converse())[-1] == "compaction"
+    assert run(converse())[-1] == "compaction"
     prompts = [text_of(prompt) for prompt in host.engine.prompts]  # type: ignore[attr-defined]
     assert "<|start|>user<|message|>They said hello.<|end|>" in prompts[2]
     assert "It is warm." not in prompts[2]

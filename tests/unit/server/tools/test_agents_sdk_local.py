@@ -10,8 +10,9 @@ pytest.importorskip("agents")
 
 
 import agents
+from loops import run
 from scripted_host import MODEL, ScriptedEngine, SingleEngineHost
-from test_responses_loop import client, run_async
+from test_responses_loop import client
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
 
@@ -110,5 +111,5 @@ def test_sdk_runs_what_model_called(name: str, stream: bool) -> None:
             pass
         return streamed
 
-    assert run_async(run_agent()).final_output == "Done."
+    assert run(run_agent()).final_output == "Done."
     assert ran == [expected]

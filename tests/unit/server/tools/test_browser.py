@@ -18,6 +18,7 @@ pytest.importorskip("lxml")
 
 import fake_web
 from fake_web import Site
+from loops import run
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.pages import read_page
@@ -77,13 +78,6 @@ def site() -> Iterator[Site]:
             ("Rome again", f"{site.url}/rome", "the same page"),
         )
         yield site
-
-
-def run(coroutine: Any) -> Any:
-    async def bounded() -> Any:
-        return await asyncio.wait_for(coroutine, 60)
-
-    return asyncio.run(bounded())
 
 
 def call_tools(site: Site, *calls: tuple[str, dict[str, Any]], **options: Any) -> list[str]:

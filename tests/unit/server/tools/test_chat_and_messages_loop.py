@@ -12,9 +12,11 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 
+from harmony_text import ids_of
 from local_tool_servers import browser, interpreter, weather
+from loops import run
 from official_clients import clients
-from scripted_host import MODEL, ObedientEngine, ScriptedEngine, SingleEngineHost, Tracker, ids
+from scripted_host import MODEL, ObedientEngine, ScriptedEngine, SingleEngineHost, Tracker
 from test_responses_loop import (
     CALLED,
     FIRST,
@@ -24,7 +26,6 @@ from test_responses_loop import (
     SCRIPTS,
     SECOND,
     THIRD,
-    run_async,
 )
 
 from vllm_mlx_harmony.server.settings import Use
@@ -51,7 +52,7 @@ def replayed_loop() -> tuple[int, ...]:
     """The three calls and the answer as in the next prompt: without reasoning (A6)."""
     calls = [script.partition(OPENING)[2] for script in (FIRST, SECOND, THIRD)]
     loop = "".join(a + b + OPENING for a, b in zip(calls, RESULTS, strict=True))
-    return ids(loop + "<|channel|>final<|message|>It is warm.<|end|>")
+    return ids_of(loop + "<|channel|>final<|message|>It is warm.<|end|>")
 
 
 async def chat(
@@ -84,13 +85,13 @@ RAN = [
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_chat_runs_tools(stream: bool) -> None:
     host = serving()
-    choice, ran = run_async(chat(host, stream))
+    choice, ran = run(chat(host, stream))
     assert [(c["name"], c["arguments"], c["output"], c["error"]) for c in ran] == RAN
     assert (choice.finish_reason, choice.message.content) == ("stop", "It is warm.")
     assert not choice.message.tool_calls
     # The client returns only the answer, but the next prompt has the whole loop.
     returned = {"role": "assistant", "content": choice.message.content}
-    run_async(chat(host, stream, messages=[*USER, returned, AGAIN]))
+    run(chat(host, stream, messages=[*USER, returned, AGAIN]))
     first, *_, last = host.engine.prompts  # type: ignore[attr-defined]
     loop = replayed_loop()
     assert last[len(first) : len(first) + len(loop)] == loop
@@ -111,7 +112,7 @@ def test_reasoning_ended_after_tool_result_is_counted(stream: bool) -> None:
     host = Counting(ObedientEngine(scripts, 1, context_length=100_000))
     host.toolbox = Toolbox((weather(), interpreter(), browser()), ToolsConfig(), Use.ALL)
     budget = {"thinking_token_budget": 6}
-    choice, ran = run_async(chat(host, stream, extra_body=budget))
+    choice, ran = run(chat(host, stream, extra_body=budget))
     assert [tool_call["name"] for tool_call in ran] == ["weather.now"]
     assert (choice.message.content, reasons) == ("Well.", ["budget"])
     assert choice.message.reasoning_ended_by == "budget"
@@ -120,13 +121,13 @@ def test_reasoning_ended_after_tool_result_is_counted(stream: bool) -> None:
 def test_chat_returns_call_of_client_tool() -> None:
     host = serving(scripts={"Rome: 20 °C": CALLED.format("functions.mine", "{}")})
     mine = {"type": "function", "function": {"name": "mine"}}
-    choice, ran = run_async(chat(host, False, tools=[mine]))
+    choice, ran = run(chat(host, False, tools=[mine]))
     assert [tool_call["name"] for tool_call in ran] == ["weather.now"]
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls
     returned = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
     result = {"role": "tool", "tool_call_id": call.id, "content": "this is mine"}
-    choice, _ = run_async(chat(host, False, tools=[mine], messages=[*USER, returned, result]))
+    choice, _ = run(chat(host, False, tools=[mine], messages=[*USER, returned, result]))
     assert choice.message.content == "It is warm."
     _, second, last = host.engine.prompts  # type: ignore[attr-defined]
     assert last[: len(second)] == second  # with what ran here, reasoning included
@@ -138,17 +139,17 @@ def test_chat_returns_call_of_client_tool() -> None:
 )
 def test_chat_prompt_has_no_disabled_tools(use: Use, request_: dict[str, Any]) -> None:
     host = serving(use)
-    run_async(chat(host, False, messages=[AGAIN], **request_))
+    run(chat(host, False, messages=[AGAIN], **request_))
     (prompt,) = host.engine.prompts  # type: ignore[attr-defined]
     bare = serving(Use.ON)
-    run_async(chat(bare, False, messages=[AGAIN]))
+    run(chat(bare, False, messages=[AGAIN]))
     assert bare.engine.prompts == [prompt]  # type: ignore[attr-defined]
 
 
 def test_client_tool_takes_precedence() -> None:
     host = serving()
     mine = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
-    choice, _ = run_async(chat(host, False, messages=[AGAIN], tools=[mine]))
+    choice, _ = run(chat(host, False, messages=[AGAIN], tools=[mine]))
     assert choice.message.content == "It is warm."
 
 
@@ -164,7 +165,7 @@ async def messages(host: SingleEngineHost, stream: bool, **request: Any) -> Any:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_messages_run_tools(stream: bool) -> None:
     host = serving()
-    message = run_async(messages(host, stream))
+    message = run(messages(host, stream))
     assert [block.type for block in message.content] == [
         *("thinking", "mcp_tool_use", "mcp_tool_result") * 3,
         "thinking",
@@ -186,7 +187,7 @@ def test_messages_run_tools(stream: bool) -> None:
     assert (message.stop_reason, message.content[-1].text) == ("end_turn", "It is warm.")
     # The client returns all of it, and the next prompt has the loop as it was generated.
     returned = {"role": "assistant", "content": [block.model_dump() for block in message.content]}
-    run_async(messages(host, stream, messages=[*USER, returned, AGAIN]))
+    run(messages(host, stream, messages=[*USER, returned, AGAIN]))
     first, *_, last = host.engine.prompts  # type: ignore[attr-defined]
     loop = replayed_loop()
     assert last[len(first) : len(first) + len(loop)] == loop
@@ -195,7 +196,7 @@ def test_messages_run_tools(stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_messages_report_failed_tool(stream: bool) -> None:
     user = [{"role": "user", "content": "Ask something that dies."}]
-    message = run_async(messages(serving(), stream, messages=user))
+    message = run(messages(serving(), stream, messages=user))
     _, result, answer, *_ = message.content
     assert (result.is_error, result.content[0].text) == (True, "Error: the server has died")
     assert answer.type in ("thinking", "text")
@@ -207,7 +208,7 @@ def test_fifty_requests_run_concurrently() -> None:
     async def many() -> Any:
         return await asyncio.gather(*(chat(host, at % 2 == 0) for at in range(50)))
 
-    answers = run_async(many())
+    answers = run(many())
     assert {choice.message.content for choice, _ in answers} == {"It is warm."}
     assert {len(ran) for _, ran in answers} == {3}
     assert LAST and host.lent == 0

@@ -26,10 +26,11 @@ import anthropic
 import httpx2
 import openai
 from local_tool_servers import weather
+from loops import run
 from official_clients import clients
 from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
-from test_responses_loop import CALLED, LAST, client, create, outline, run_async
+from test_responses_loop import CALLED, LAST, client, create, outline
 from test_toolbox import serving as mcp_serving
 
 from vllm_mlx_harmony.cli.process import free_port
@@ -90,9 +91,9 @@ def endpoint(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
 def run_cleanly(host: SingleEngineHost, body: Callable[[], Any]) -> Any:
     """The result of ``body``, which must leave no task and no connection behind."""
 
-    async def bounded() -> Any:
+    async def check() -> Any:
         before = len(asyncio.all_tasks())
-        result = await asyncio.wait_for(body(), 60)
+        result = await body()
         for _ in range(50):
             if len(asyncio.all_tasks()) == before:
                 break
@@ -100,7 +101,7 @@ def run_cleanly(host: SingleEngineHost, body: Callable[[], Any]) -> Any:
         assert len(asyncio.all_tasks()) == before, asyncio.all_tasks()
         return result
 
-    result = asyncio.run(bounded())
+    result = run(check())
     assert host.lent == 0
     return result
 
@@ -294,7 +295,7 @@ def test_forbidden_servers_are_refused(
     if "connector_id" in more:
         more = {**more, "server_url": None}
     with pytest.raises(openai.BadRequestError) as caught:
-        run_async(create(host, input="Say hello.", tools=[mcp_tool(9, **more)]))
+        run(create(host, input="Say hello.", tools=[mcp_tool(9, **more)]))
     assert caught.value.param == where
     assert why in caught.value.message
     assert host.lent == 0
@@ -303,14 +304,14 @@ def test_forbidden_servers_are_refused(
 def test_servers_with_same_name_are_refused() -> None:
     tools = [mcp_tool(9), mcp_tool(9, path="other")]
     with pytest.raises(openai.BadRequestError) as caught:
-        run_async(create(serving("http://127.0.0.1:9"), input="Say hello.", tools=tools))
+        run(create(serving("http://127.0.0.1:9"), input="Say hello.", tools=tools))
     assert caught.value.param == "tools[1].server_url"
 
 
 def test_credentials_without_url_are_refused() -> None:
     tool = {"type": "mcp", "server_label": "weather", "authorization": SECRET}
     with pytest.raises(openai.BadRequestError) as caught:
-        run_async(create(serving(), input="Say hello.", tools=[tool]))
+        run(create(serving(), input="Say hello.", tools=[tool]))
     assert caught.value.param == "tools[0].authorization"
     assert SECRET not in str(caught.value)
 
@@ -439,7 +440,7 @@ def test_url_of_operator_server_is_secret(
         _Strange.elsewhere = f"http://127.0.0.1:{port + 1}/{SECRET}/elsewhere"
         url = f"http://127.0.0.1:{port}/{SECRET}/{path}"
         config = ServerConfig.model_validate({"transport": how, "url": url})
-        reason = asyncio.run(asyncio.wait_for(problem(McpServer("there", config, 5.0)), 20))
+        reason = run(problem(McpServer("there", config, 5.0)))
     assert reason
     assert SECRET not in reason
     assert f"tool server there: {reason}" in caplog.text
@@ -457,7 +458,7 @@ def test_private_address_needs_explicit_pattern() -> None:
             host = serving(f"http://*:{port}")
             tool = {**mcp_tool(port), "server_url": f"http://{name}:{port}/mcp"}
             with pytest.raises(openai.APIStatusError) as caught:
-                run_async(create(host, input="Say hello.", tools=[tool]))
+                run(create(host, input="Say hello.", tools=[tool]))
             assert caught.value.status_code == 424, name
             assert "no public address" in caught.value.message or "cannot be resolved" in (
                 caught.value.message

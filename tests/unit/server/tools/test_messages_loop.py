@@ -11,11 +11,12 @@ pytest.importorskip("anthropic")
 
 
 import anthropic
-from scripted_host import SingleEngineHost, ids
+from harmony_text import ids_of, text_of
+from loops import run
+from scripted_host import SingleEngineHost
 from test_chat_and_messages_loop import AGAIN, USER, messages, serving
-from test_responses_loop import CALLED, FIRST, LAST, OPENING, RESULTS, SECOND, run_async
+from test_responses_loop import CALLED, FIRST, LAST, OPENING, RESULTS, SECOND
 
-from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.settings import Use
 
@@ -41,24 +42,24 @@ def prompts(host: SingleEngineHost) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("dropped", [(), ("thinking",)], ids=["all", "without thinking"])
 def test_paused_turn_is_resumed(stream: bool, dropped: tuple[str, ...]) -> None:
     host = serving(max_tool_calls=1)
-    first = run_async(messages(host, stream))
+    first = run(messages(host, stream))
     assert first.stop_reason == "pause_turn"
     call = ["thinking", "mcp_tool_use"]
     assert kinds(first) == [*call, "mcp_tool_result", *call]
     history = [*USER, assistant_message(first)]
     content = history[-1]["content"]
     history[-1]["content"] = [block for block in content if block["type"] not in dropped]
-    second = run_async(messages(host, stream, messages=history))
+    second = run(messages(host, stream, messages=history))
     assert kinds(second) == ["mcp_tool_result", *call]
     assert second.content[0].tool_use_id == first.content[-1].id
     assert second.content[0].content[0].text == "42"
     assert second.stop_reason == "pause_turn"
     # The prompt has the generated ids, the pending call and its result, and nothing twice.
     first_prompt, second_prompt, third_prompt = prompts(host)
-    assert list(second_prompt) == [*first_prompt, *ids(FIRST + RESULTS[0] + OPENING)]
-    assert list(third_prompt) == [*second_prompt, *ids(SECOND + RESULTS[1] + OPENING)]
+    assert list(second_prompt) == [*first_prompt, *ids_of(FIRST + RESULTS[0] + OPENING)]
+    assert list(third_prompt) == [*second_prompt, *ids_of(SECOND + RESULTS[1] + OPENING)]
     # Returned in one message or in two, the turn continues to the answer.
-    third = run_async(messages(host, stream, messages=[*history, assistant_message(second)]))
+    third = run(messages(host, stream, messages=[*history, assistant_message(second)]))
     assert (third.stop_reason, third.content[-1].text) == ("end_turn", "It is warm.")
     assert host.lent == 0
 
@@ -66,41 +67,37 @@ def test_paused_turn_is_resumed(stream: bool, dropped: tuple[str, ...]) -> None:
 def test_abandoned_turn_runs_nothing() -> None:
     """Its pending call gets a result that says so, and is not run."""
     host = serving(max_tool_calls=1)
-    first = run_async(messages(host, False))
-    again = run_async(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
+    first = run(messages(host, False))
+    again = run(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
     assert kinds(again) == ["thinking", "text"]
     not_run = "<|start|>python to=assistant<|channel|>analysis<|message|>[this call did not finish"
     assert not_run in text_of(prompts(host)[-1])
     # Nor is it run if the request wants no tools: the model answers without.
     none = {"type": "none"}
     host.engine.scripts["did not finish"] = LAST  # type: ignore[attr-defined]
-    answer = run_async(
+    answer = run(
         messages(host, False, messages=[*USER, assistant_message(first)], tool_choice=none)
     )
     assert kinds(answer) == ["thinking", "text"]
 
 
-def text_of(prompt: tuple[int, ...]) -> str:
-    return str(vocab.encoding().decode_utf8(list(prompt)))
-
-
 def test_turn_ending_with_result_is_continued() -> None:
     host = serving(max_tool_calls=1)
-    first = run_async(messages(host, False))
+    first = run(messages(host, False))
     history = [
         *USER,
         {**assistant_message(first), "content": assistant_message(first)["content"][:3]},
     ]
-    second = run_async(messages(host, False, messages=history))
+    second = run(messages(host, False, messages=history))
     assert kinds(second)[:3] == ["thinking", "mcp_tool_use", "mcp_tool_result"]
     assert second.content[1].name == "python"
 
 
 def test_history_of_other_server_is_rendered() -> None:
     """Nothing of it was generated here: its calls and results are rendered."""
-    first = run_async(messages(serving(), False))
+    first = run(messages(serving(), False))
     host = serving()
-    run_async(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
+    run(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
     (prompt,) = prompts(host)
     analysis = "<|start|>assistant<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
     assert analysis + RESULTS[1] in text_of(prompt)
@@ -148,7 +145,7 @@ NAMED: dict[str, tuple[dict[str, Any], set[str]]] = {
 @pytest.mark.parametrize(("request_", "tools"), NAMED.values(), ids=NAMED)
 def test_request_selects_servers_and_tools(request_: dict[str, Any], tools: set[str]) -> None:
     host = serving(Use.ON)
-    run_async(messages(host, False, messages=[AGAIN], **request_))
+    run(messages(host, False, messages=[AGAIN], **request_))
     text = text_of(prompts(host)[0])
     shown = {name for name in ("now", "fails", "dies", "sleep") if f"type {name} = (" in text}
     assert shown == tools
@@ -157,7 +154,7 @@ def test_request_selects_servers_and_tools(request_: dict[str, Any], tools: set[
 
 def test_call_of_named_server_is_run() -> None:
     host = serving(Use.ON, scripts={"Rome: 20 °C": LAST})
-    message = run_async(messages(host, True, mcp_servers=[WEATHER]))
+    message = run(messages(host, True, mcp_servers=[WEATHER]))
     assert kinds(message) == ["thinking", "mcp_tool_use", "mcp_tool_result", "thinking", "text"]
     assert message.content[1].server_name == "weather"
 
@@ -178,7 +175,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("request_", "where"), REFUSED)
 def test_unknown_server_is_refused(request_: dict[str, Any], where: str) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
-        run_async(messages(serving(Use.ON), False, messages=[AGAIN], **request_))
+        run(messages(serving(Use.ON), False, messages=[AGAIN], **request_))
     assert where in str(caught.value)
 
 
@@ -195,5 +192,5 @@ def test_server_call_can_be_required(
         },
     )
     request = {"messages": [AGAIN], "mcp_servers": [WEATHER], "tool_choice": choice}
-    message = run_async(messages(host, False, **request))
+    message = run(messages(host, False, **request))
     assert kinds(message) == ["mcp_tool_use", "mcp_tool_result", "thinking", "text"]

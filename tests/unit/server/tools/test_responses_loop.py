@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,11 +14,13 @@ pytest.importorskip("openai")
 
 
 import openai
+from harmony_text import ids_of, text_of
 from local_tool_servers import Local, browser, interpreter, weather
+from loops import run
 from official_clients import in_process
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
+from waiting import wait_until_async
 
-from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.render import Rendered, render
 from vllm_mlx_harmony.core.turn import Turn
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest
@@ -101,13 +103,6 @@ def client(host: SingleEngineHost) -> openai.AsyncOpenAI:
     )
 
 
-def run_async(run: Awaitable[Any]) -> Any:
-    async def bounded() -> Any:
-        return await asyncio.wait_for(run, 120)  # type: ignore[arg-type]
-
-    return asyncio.run(bounded())
-
-
 async def create(
     host: SingleEngineHost, stream: bool = False, **request: Any
 ) -> tuple[Any, list[Any]]:
@@ -159,20 +154,20 @@ def test_loop_runs_three_calls_and_answers(at_once: int, stream: bool) -> None:
     host = serving(at_once=at_once)
     include = ["code_interpreter_call.outputs"]
     request = {"input": "Where is it warm?", "include": include}
-    response, events = run_async(create(host, stream, **request))
+    response, events = run(create(host, stream, **request))
     assert outline(response) == LOOP
     assert response.status == "completed"
     # Each further prompt has exactly the ids so far, and there are no others.
     first, *others = host.engine.prompts  # type: ignore[attr-defined]
     so_far = list(first)
     for generated, result, prompt in zip((FIRST, SECOND, THIRD), RESULTS, others, strict=True):
-        so_far += ids(generated + result + OPENING)
+        so_far += ids_of(generated + result + OPENING)
         assert list(prompt) == so_far
     usage = response.usage
     assert usage.input_tokens == len(first)
-    assert usage.output_tokens == len(ids(FIRST + SECOND + THIRD + LAST))
+    assert usage.output_tokens == len(ids_of(FIRST + SECOND + THIRD + LAST))
     details = usage.output_tokens_details.model_dump()
-    assert details["tool_output_tokens"] == len(ids("".join(RESULTS)))
+    assert details["tool_output_tokens"] == len(ids_of("".join(RESULTS)))
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert (host.lent, host.engine.running) == (0, 0)  # type: ignore[attr-defined]
     if stream:
@@ -201,7 +196,7 @@ def test_search_sources_are_included_on_request(included: bool, stream: bool) ->
     host = serving(search_browser, scripts=scripts)
     include = ["web_search_call.action.sources"] if included else []
     request = {"input": "Where is it warm?", "tools": TOOLS[2:], "include": include}
-    response, events = run_async(create(host, stream, **request))
+    response, events = run(create(host, stream, **request))
     (call,) = [item for item in response.output if item.type == "web_search_call"]
     urls = [
         "https://a.example/x_(y)?q=1&r=2",
@@ -247,7 +242,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("kind", ORDERS)
 def test_events_of_calls_are_in_order(kind: str) -> None:
-    response, events = run_async(create(serving(), True, input="Where is it warm?"))
+    response, events = run(create(serving(), True, input="Where is it warm?"))
     index = next(at for at, output in enumerate(response.output) if output.type == kind)
     names: list[str] = []
     text = ""
@@ -279,7 +274,7 @@ FAILURES = {
 def test_failed_call_is_shown_to_model(question: str, stream: bool) -> None:
     server = weather()
     server.timeout = 0.2
-    response, events = run_async(create(serving(server), stream, input=question, tools=TOOLS[:1]))
+    response, events = run(create(serving(server), stream, input=question, tools=TOOLS[:1]))
     call = next(item for item in response.output if item.type == "mcp_call")
     kind, text = FAILURES[question]
     assert (call.status, call.output, call.error.type) == ("failed", None, kind)
@@ -300,7 +295,7 @@ def test_returned_calls_are_not_run_again() -> None:
         request = {"input": "Where is it warm?", "tools": TOOLS[:2], "include": include}
         scripts = {"<|message|>42<|end|>": LAST}
         host.engine.scripts.update(scripts)  # type: ignore[attr-defined]
-        first, _ = run_async(create(host, **request))
+        first, _ = run(create(host, **request))
         again = {"role": "user", "content": "Say hello."}
         history = [{"role": "user", "content": "Where is it warm?"}]
         output = [item.model_dump(exclude_none=True) for item in first.output]
@@ -309,40 +304,32 @@ def test_returned_calls_are_not_run_again() -> None:
             if by_id
             else {"input": [*history, *output, again]}
         )
-        second, _ = run_async(create(host, **{**request, **more}))
+        second, _ = run(create(host, **{**request, **more}))
         assert outline(second) == [("reasoning", "Done."), ("message", "It is warm.")]
         prompts = host.engine.prompts  # type: ignore[attr-defined]
         start = len(prompts[0])
         replayed = FIRST.partition(OPENING)[2] + RESULTS[0] + OPENING
         replayed += SECOND.partition(OPENING)[2] + RESULTS[1] + OPENING
         replayed += "<|channel|>final<|message|>It is warm.<|end|>"
-        expected = ids(replayed + "<|start|>user<|message|>Say hello.<|end|>" + OPENING)
+        expected = ids_of(replayed + "<|start|>user<|message|>Say hello.<|end|>" + OPENING)
         assert prompts[-1][start:] == expected
 
 
 def test_client_call_interrupts_loop() -> None:
     host = serving(scripts={"Rome: 20 °C": CALLED.format("functions.mine", "{}")})
     tools = [*TOOLS, MINE]
-    first, _ = run_async(create(host, input="Ask it, then me.", tools=tools))
+    first, _ = run(create(host, input="Ask it, then me.", tools=tools))
     assert [row[0] for row in outline(first)][1:] == ["reasoning", "mcp_call", "function_call"]
     result = {
         "type": "function_call_output",
         "call_id": first.output[-1].call_id,
         "output": "this is mine",
     }
-    second, _ = run_async(create(host, input=[result], previous_response_id=first.id, tools=tools))
+    second, _ = run(create(host, input=[result], previous_response_id=first.id, tools=tools))
     assert outline(second) == [("reasoning", "Done."), ("message", "It is warm.")]
     _, two, three = host.engine.prompts  # type: ignore[attr-defined]
-    whole = list(two) + ids_list(CALLED.format("functions.mine", "{}"))
-    assert list(three[: len(whole)]) == whole
-
-
-def text_of(prompt: Sequence[int]) -> str:
-    return vocab.encoding().decode(list(prompt))
-
-
-def ids_list(text: str) -> list[int]:
-    return list(ids(text))
+    whole = two + ids_of(CALLED.format("functions.mine", "{}"))
+    assert three[: len(whole)] == whole
 
 
 @pytest.mark.parametrize("approve", [True, False])
@@ -352,7 +339,7 @@ def test_only_approved_call_is_run(approve: bool, by_id: bool, stream: bool) -> 
     server = weather()
     host = serving(server, scripts={"Rome: 20 °C": LAST})
     tools = [{"type": "mcp", "server_label": "weather"}]  # OpenAI's default is to ask
-    first, _ = run_async(create(host, stream, input="Where is it warm?", tools=tools))
+    first, _ = run(create(host, stream, input="Where is it warm?", tools=tools))
     assert [row[0] for row in outline(first)] == [
         "mcp_list_tools",
         "reasoning",
@@ -372,7 +359,7 @@ def test_only_approved_call_is_run(approve: bool, by_id: bool, stream: bool) -> 
     more: dict[str, Any] = {"input": [*history, answer]}
     if by_id:
         more = {"input": [answer], "previous_response_id": first.id}
-    second, _ = run_async(create(host, stream, tools=tools, **more))
+    second, _ = run(create(host, stream, tools=tools, **more))
     calls = [item for item in second.output if item.type == "mcp_call"]
     if approve:
         assert server.called == [("now", {"city": "Rome"})]
@@ -474,7 +461,7 @@ def test_approvals_are_found_anywhere_in_input(
     server = weather()
     tools = [{"type": "mcp", "server_label": "weather"}]
     host = serving(server, scripts={"In Celsius.": LAST, "Oslo: 20 °C": LAST})
-    answer, events = run_async(create(host, stream, tools=tools, input=[QUESTION, *items]))
+    answer, events = run(create(host, stream, tools=tools, input=[QUESTION, *items]))
     assert [arguments["city"] for _, arguments in server.called] == cities
     calls = [item for item in answer.output if item.type == "mcp_call"]
     assert [call.output for call in calls] == [f"{city}: 20 °C" for city in cities]
@@ -491,9 +478,9 @@ def test_approvals_are_found_anywhere_in_input(
     assert bool(getattr(details, "tool_output_tokens", 0)) == bool(cities)
     # The next turn begins with all of it, and runs nothing again.
     again: Any = {"input": [FOLLOW_UP], "previous_response_id": answer.id}
-    run_async(create(host, stream, tools=tools, **again))
+    run(create(host, stream, tools=tools, **again))
     echo = [item.model_dump(exclude_none=True) for item in answer.output]
-    run_async(create(host, stream, tools=tools, input=[QUESTION, *items, *echo, FOLLOW_UP]))
+    run(create(host, stream, tools=tools, input=[QUESTION, *items, *echo, FOLLOW_UP]))
     assert len(server.called) == len(cities)
     _, by_id, by_echo = host.engine.prompts  # type: ignore[attr-defined]
     assert by_id[: len(prompt)] == by_echo[: len(prompt)] == prompt
@@ -522,7 +509,7 @@ def test_approvals_beyond_limit_are_answered_together(ends: list[Any], stream: b
     )
     tools = [{"type": "mcp", "server_label": "weather"}]
     items = [{"role": "user", "content": "Weather?"}, *requests, *approvals, *ends]
-    answer, _ = run_async(create(host, stream, tools=tools, input=items))
+    answer, _ = run(create(host, stream, tools=tools, input=items))
     calls = [item for item in answer.output if item.type == "mcp_call"]
     assert [tool_call.approval_request_id for tool_call in calls] == [
         request["id"] for request in requests
@@ -552,7 +539,7 @@ def test_unapproved_call_is_not_run(sent: Any, by_id: bool, rule: str | None) ->
     server = weather()
     host = serving(server, scripts={"did not finish": LAST})
     tools = [{"type": "mcp", "server_label": "weather", "require_approval": rule}]
-    first, _ = run_async(create(host, input="Where is it warm?", tools=tools))
+    first, _ = run(create(host, input="Where is it warm?", tools=tools))
     request = first.output[-1].model_dump(exclude_none=True)
     assert request["type"] == "mcp_approval_request"
     items = [
@@ -565,7 +552,7 @@ def test_unapproved_call_is_not_run(sent: Any, by_id: bool, rule: str | None) ->
     if by_id:
         input_fields = {} if sent is None else {"input": items}
         more = {"previous_response_id": first.id, **input_fields}
-    second, _ = run_async(create(host, tools=tools, **more))
+    second, _ = run(create(host, tools=tools, **more))
     assert server.called == []
     assert outline(second)[-1] == ("message", "It is warm.")
 
@@ -574,12 +561,10 @@ def test_cut_call_is_not_run_by_next_request() -> None:
     server = weather()
     host = serving(server, scripts={"did not finish": LAST})
     tools = [{"type": "mcp", "server_label": "weather"}]
-    most = len(ids(FIRST)) - 1
-    first, _ = run_async(
-        create(host, input="Where is it warm?", tools=tools, max_output_tokens=most)
-    )
+    most = len(ids_of(FIRST)) - 1
+    first, _ = run(create(host, input="Where is it warm?", tools=tools, max_output_tokens=most))
     assert first.status == "incomplete"
-    second, _ = run_async(create(host, input=[], previous_response_id=first.id, tools=tools))
+    second, _ = run(create(host, input=[], previous_response_id=first.id, tools=tools))
     assert server.called == []
     assert outline(second)[-1] == ("message", "It is warm.")
 
@@ -592,7 +577,7 @@ def test_tools_are_filtered() -> None:
     ):
         host = serving()
         tool = {**TOOLS[0], **fields}
-        response, _ = run_async(create(host, input="Say hello.", tools=[tool]))
+        response, _ = run(create(host, input="Say hello.", tools=[tool]))
         assert outline(response)[0] == ("mcp_list_tools", expected, None)
 
 
@@ -618,13 +603,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("request_", "param"), REFUSED)
 def test_invalid_request_is_refused(request_: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        run_async(create(serving(), input="Say hello.", **request_))
+        run(create(serving(), input="Say hello.", **request_))
     assert refused.value.param == param
 
 
 def test_failed_server_has_no_tools() -> None:
     away = Local("weather", {}, problem="it does not answer")
-    response, events = run_async(create(serving(away), True, input="Say hello.", tools=TOOLS[:1]))
+    response, events = run(create(serving(away), True, input="Say hello.", tools=TOOLS[:1]))
     assert outline(response)[0] == ("mcp_list_tools", [], "it does not answer")
     assert "response.mcp_list_tools.failed" in [event.type for event in events]
 
@@ -632,7 +617,7 @@ def test_failed_server_has_no_tools() -> None:
 @pytest.mark.parametrize("most", [1, 2])
 def test_max_tool_calls_is_enforced(most: int) -> None:
     host = serving()
-    response, _ = run_async(create(host, input="Where is it warm?", max_tool_calls=most))
+    response, _ = run(create(host, input="Where is it warm?", max_tool_calls=most))
     kinds = [item.type for item in response.output if item.type.endswith("_call")]
     statuses = [item.status for item in response.output if item.type.endswith("_call")]
     assert statuses == ["completed"] * most + ["failed"]
@@ -643,15 +628,15 @@ def test_max_tool_calls_is_enforced(most: int) -> None:
 def test_repeated_calls_beyond_limit_end_response() -> None:
     call = CALLED.format("weather.now", '{"city": "Rome"}')
     host = serving(scripts={"Rome: 20 °C": call, "no more tools can be called": call})
-    response, _ = run_async(create(host, input="Where is it warm?", max_tool_calls=2))
+    response, _ = run(create(host, input="Where is it warm?", max_tool_calls=2))
     statuses = [item.status for item in response.output if item.type == "mcp_call"]
     assert statuses == ["completed"] * 2 + ["failed"] * 3 + ["incomplete"]
 
 
 def test_token_budget_spans_whole_loop() -> None:
-    for most in (len(ids(FIRST)), len(ids(FIRST)) + 5):
+    for most in (len(ids_of(FIRST)), len(ids_of(FIRST)) + 5):
         host = serving()
-        response, _ = run_async(create(host, input="Where is it warm?", max_output_tokens=most))
+        response, _ = run(create(host, input="Where is it warm?", max_output_tokens=most))
         assert response.status == "incomplete"
         assert response.usage.output_tokens == most
 
@@ -663,14 +648,13 @@ def test_client_disconnect_cancels_tool(stream: bool) -> None:
 
     async def disconnect_during_call() -> None:
         request = asyncio.ensure_future(create(host, stream, input="Sleep.", tools=TOOLS[:1]))
-        while not server.running:
-            await asyncio.sleep(0.01)
+        await wait_until_async(lambda: server.running == 1, "the call")
         request.cancel()
         await asyncio.wait({request})
-        while server.running or host.lent:  # inside the loop, as its end would cancel the tool, too
-            await asyncio.sleep(0.01)
+        # Inside the loop, as its end would cancel the tool, too.
+        await wait_until_async(lambda: not server.running and not host.lent, "the end of the call")
 
-    run_async(disconnect_during_call())
+    run(disconnect_during_call())
     assert server.cancelled == 1
 
 
@@ -680,15 +664,14 @@ def test_engine_is_free_while_tool_runs() -> None:
 
     async def both() -> Any:
         sleeping = asyncio.ensure_future(create(host, input="Sleep.", tools=TOOLS[:1]))
-        while not server.running:
-            await asyncio.sleep(0.01)
+        await wait_until_async(lambda: server.running == 1, "the call")
         response, _ = await create(host, input="Say hello.", tools=[])
         assert server.running == 1
         sleeping.cancel()
         await asyncio.wait({sleeping})
         return response
 
-    assert outline(run_async(both()))[-1] == ("message", "It is warm.")
+    assert outline(run(both()))[-1] == ("message", "It is warm.")
 
 
 def test_fifty_requests_run_concurrently() -> None:
@@ -698,7 +681,7 @@ def test_fifty_requests_run_concurrently() -> None:
         requests = [create(host, at % 2 == 0, input="Where is it warm?") for at in range(50)]
         return await asyncio.gather(*requests)
 
-    answers = run_async(many())
+    answers = run(many())
     assert {str(outline(response)) for response, _ in answers} == {
         str([*LOOP[:4], ("code_interpreter_call", "6 * 7", None, "completed"), *LOOP[5:]])
     }
@@ -718,9 +701,7 @@ def test_grammar_follows_tool_choice_and_limit(monkeypatch: pytest.MonkeyPatch) 
 
     host.engine.generate = record_grammar  # type: ignore[method-assign]
     choice = {"type": "mcp", "server_label": "weather", "name": "now"}
-    response, _ = run_async(
-        create(host, input="Where is it warm?", tool_choice=choice, max_tool_calls=2)
-    )
+    response, _ = run(create(host, input="Where is it warm?", tool_choice=choice, max_tool_calls=2))
     required, free, *_, exhausted = grammars
     assert '"weather.now"' in required and "answer:" not in required
     assert '"weather.now"' in free and "answer:" in free
@@ -730,7 +711,7 @@ def test_grammar_follows_tool_choice_and_limit(monkeypatch: pytest.MonkeyPatch) 
 
 def test_disabled_tools_are_omitted_and_named() -> None:
     host = SingleEngineHost(ScriptedEngine(SCRIPTS))
-    response, _ = run_async(create(host, input="Say hello.", tools=[*TOOLS, MINE]))
+    response, _ = run(create(host, input="Say hello.", tools=[*TOOLS, MINE]))
     assert outline(response) == [("reasoning", "Done."), ("message", "It is warm.")]
     names = ["weather", "code_interpreter", "web_search"]
     assert response.model_extra["unavailable_tools"] == names
@@ -738,7 +719,7 @@ def test_disabled_tools_are_omitted_and_named() -> None:
 
 def test_disabled_tools_fail_without_running_model() -> None:
     host = SingleEngineHost(ScriptedEngine(SCRIPTS))
-    response, _ = run_async(create(host, input="Say hello."))
+    response, _ = run(create(host, input="Say hello."))
     assert [row[0] for row in outline(response)] == [
         *("mcp_list_tools", "code_interpreter_call", "web_search_call", "message")
     ]
@@ -757,7 +738,7 @@ def test_background_response_and_its_events_are_retrieved(stream: bool) -> None:
         again = [event async for event in await retrieve(response.id, stream=True)]
         return events, again, await retrieve(response.id)
 
-    events, again, stored = run_async(responses())
+    events, again, stored = run(responses())
     assert outline(stored) == LOOP
     assert again[-1].response.to_dict() == stored.to_dict()
     assert not stream or [event.to_dict() for event in again] == [

@@ -20,7 +20,9 @@ pytest.importorskip("mcp")
 
 
 from local_tool_servers import Local
+from loops import run
 from mcp_types import methods
+from waiting import wait_until_async
 
 from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core import vocab
@@ -49,7 +51,7 @@ def toolbox(servers: dict[str, dict[str, Any]], **limits: Any) -> Toolbox:
 def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60.0) -> Any:
     """The result of ``body`` while ``box`` runs. No task and no process may remain."""
 
-    async def running() -> Any:
+    async def start_and_stop() -> Any:
         before = len(asyncio.all_tasks())
         await box.start()
         try:
@@ -58,7 +60,7 @@ def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60
             await box.stop()
             assert len(asyncio.all_tasks()) == before
 
-    result = asyncio.run(asyncio.wait_for(running(), seconds))
+    result = run(start_and_stop(), seconds)
     assert not children()
     return result
 
@@ -128,9 +130,9 @@ def test_dead_server_is_restarted() -> None:
 
     async def dying() -> tuple[ToolFinished, ToolFinished, str]:
         died = await call_tool(box, "crash.die", "{}")
-        await until(lambda: bool(box.servers[0].problem))
+        await wait_until_async(lambda: bool(box.servers[0].problem), "the server to fail")
         away = await call_tool(box, "crash.live", "{}")
-        await until(lambda: not box.servers[0].problem)
+        await wait_until_async(lambda: not box.servers[0].problem, "the server to start")
         return died, away, (await call_tool(box, "crash.live", "{}")).text
 
     died, away, alive = within(box, dying)
@@ -149,11 +151,11 @@ def test_hanging_server_is_restarted(seconds: float) -> None:
     async def hanging() -> list[str]:
         hung = await call_tool(box, "crash.hang", "{}", seconds=seconds)
         problem = box.servers[0].problem
-        await until(lambda: not box.servers[0].tools)
-        await until(lambda: not box.servers[0].problem)
+        await wait_until_async(lambda: not box.servers[0].tools, "the tools to go")
+        await wait_until_async(lambda: not box.servers[0].problem, "the server to start")
         client = box.servers[1]._client  # type: ignore[attr-defined]
         await call_tool(box, "slow.sleep", '{"seconds": 3600}')
-        await until(lambda: not box.servers[1].problem)
+        await wait_until_async(lambda: not box.servers[1].problem, "the server to start")
         assert box.servers[1]._client is client  # type: ignore[attr-defined]
         return [hung.text, problem, (await call_tool(box, "crash.live", "{}")).text]
 
@@ -174,19 +176,13 @@ def test_start_returns_while_a_silent_server_is_still_closed() -> None:
     assert within(box, problem) == "it does not respond"
 
 
-async def until(ready: Callable[[], bool]) -> None:
-    """Waits for ``ready``, within the time limit of `within`."""
-    while not ready():
-        await asyncio.sleep(0.02)
-
-
 def test_changed_tool_list_is_read_again() -> None:
     box = toolbox({"changing": stdio("changing")})
 
     async def changing() -> tuple[Any, Any, str]:
         before = box.namespaces
         await call_tool(box, "changing.grow", "{}")
-        await until(lambda: len(box.servers[0].tools) == 2)
+        await wait_until_async(lambda: len(box.servers[0].tools) == 2, "the second tool")
         after = box.namespaces
         return before, after, (await call_tool(box, "changing.grown", "{}")).text
 
@@ -203,10 +199,10 @@ def test_cancellation_cancels_tool(tmp_path: Path) -> None:
     async def cancelled() -> None:
         arguments = json.dumps({"seconds": 3600, "note": str(note)})
         running = asyncio.ensure_future(call_tool(box, "slow.sleep", arguments))
-        await until(lambda: note.exists() and note.read_text() == "begun")
+        await wait_until_async(lambda: note.exists() and note.read_text() == "begun", "the call")
         running.cancel()
         await asyncio.wait({running})
-        await until(lambda: note.read_text() == "cancelled")
+        await wait_until_async(lambda: note.read_text() == "cancelled", "its end")
 
     within(box, cancelled)
 
@@ -246,9 +242,9 @@ def test_http_server_is_reconnected(transport: str) -> None:
         server.kill()
         server.wait()
         texts.append((await call_tool(box, "weather.now", '{"city": "Rome"}')).text)
-        await until(lambda: bool(box.servers[0].problem))
+        await wait_until_async(lambda: bool(box.servers[0].problem), "the server to fail")
         with serving(port, transport):
-            await until(lambda: not box.servers[0].problem)
+            await wait_until_async(lambda: not box.servers[0].problem, "the server to start")
             texts.append((await call_tool(box, "weather.now", '{"city": "Oslo"}')).text)
         return texts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ pytest.importorskip("anthropic")
 import fake_web
 from fake_web import Site
 from local_tool_servers import browser as another_browser
+from loops import run
 from official_clients import clients, ollama_client
 from scripted_host import MODEL, ScriptedEngine, SingleEngineHost
 
@@ -65,13 +65,6 @@ def serving(
     servers = [another_browser() if site is None else fake_web.browser(site)]
     host.toolbox = Toolbox(servers, ToolsConfig(**limits), use)
     return host
-
-
-def run(coroutine: Any) -> Any:
-    async def bounded() -> Any:
-        return await asyncio.wait_for(coroutine, 120)
-
-    return asyncio.run(bounded())
 
 
 def last_prompt(host: SingleEngineHost) -> str:
