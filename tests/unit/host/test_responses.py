@@ -97,30 +97,39 @@ DELTA_GROUPS: list[list[Delta]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def store() -> MemoryStore:
-    store = MemoryStore()
-    serve_with(store)
-    return store
+class GatedStore(MemoryStore):
+    """A store whose writes wait for ``may_write``, which is set until a test clears it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing, self.may_write = threading.Event(), threading.Event()
+        self.may_write.set()
+
+    def put(self, stored: StoredResponse) -> bool:
+        self.writing.set()
+        assert self.may_write.wait(60)
+        return super().put(stored)
 
 
-CURRENT: list[FrontEnd] = []
-"""The front end of the current test, as the only item."""
+@pytest.fixture
+def store() -> GatedStore:
+    return GatedStore()
 
 
-def serve_with(store: Any) -> None:
-    CURRENT[:] = [FrontEnd(VllmMlx(), ServerSettings(), SingleServer(store))]
+@pytest.fixture
+def front_end(store: GatedStore) -> FrontEnd:
+    return front_end_with(store)
 
 
-def caller(tenant: str = TENANT) -> Caller:
-    return Caller(CURRENT[0], tenant)
+def front_end_with(store: Any) -> FrontEnd:
+    return FrontEnd(VllmMlx(), ServerSettings(), SingleServer(store))
 
 
-def storing_emitter(**fields: Any) -> StoringEmitter:
+def storing_emitter(front_end: FrontEnd, **fields: Any) -> StoringEmitter:
     body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be kind.", **fields}
     context = SimpleNamespace(messages=(Instructions("Be kind."), User("Hi"), Answer("Hello.")))
-    request = read(body, Defaults(), References(caller()))
-    return CURRENT[0].responses.emitter(request, INFO, context, TENANT)
+    request = read(body, Defaults(), References(Caller(front_end, TENANT)))
+    return front_end.responses.emitter(request, INFO, context, TENANT)
 
 
 async def stream_deltas(
@@ -149,11 +158,11 @@ def start_answer(emitter: StoringEmitter, source: Any, **options: Any) -> answer
 # --- A response is stored before its last event.
 
 
-def test_response_is_stored_before_its_last_event(store: MemoryStore) -> None:
+def test_response_is_stored_before_its_last_event(front_end: FrontEnd, store: MemoryStore) -> None:
     async def test() -> list[bool]:
         return [
             store.get(RESOURCE) is not None
-            async for _ in start_answer(storing_emitter(), stream_deltas())
+            async for _ in start_answer(storing_emitter(front_end), stream_deltas())
         ]
 
     stored = asyncio.run(test())
@@ -166,14 +175,15 @@ def test_response_is_stored_before_its_last_event(store: MemoryStore) -> None:
     assert response.input_items[0]["content"] == [{"type": "input_text", "text": "Hi"}]
 
 
-def test_response_with_store_false_is_not_stored(store: MemoryStore) -> None:
-    assert check(asyncio.run(events_of(storing_emitter(store=False))))["store"] is False
+def test_response_with_store_false_is_not_stored(front_end: FrontEnd, store: MemoryStore) -> None:
+    assert check(asyncio.run(events_of(storing_emitter(front_end, store=False))))["store"] is False
     assert store.get(RESOURCE) is None
 
 
-@pytest.mark.usefixtures("_active")
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_response_deleted_while_streamed_is_not_stored(store: MemoryStore, groups: int) -> None:
+def test_response_deleted_while_streamed_is_not_stored(
+    installed: FrontEnd, store: MemoryStore, groups: int
+) -> None:
     """Its reader gets the rest; nobody else finds it, then or later."""
 
     async def test() -> list[Event]:
@@ -185,8 +195,8 @@ def test_response_deleted_while_streamed_is_not_stored(store: MemoryStore, group
                     await deleted.wait()
                 yield group
 
-        stream = start_answer(storing_emitter(), source())
-        assert not await CURRENT[0].responses.delete(ResourceKey(ID, "somebody else"))
+        stream = start_answer(storing_emitter(installed), source())
+        assert not await installed.responses.delete(ResourceKey(ID, "somebody else"))
         statuses = [
             (await asyncio.to_thread(send, method, f"/v1/responses/{ID}")).status_code
             for method in ("DELETE", "DELETE", "GET")
@@ -218,8 +228,7 @@ def test_response_of_failed_store_is_marked(
     why: str,
     stream: bool,
 ) -> None:
-    serve_with(store())
-    emitter = storing_emitter(stream=stream)
+    emitter = storing_emitter(front_end_with(store()), stream=stream)
     events = asyncio.run(events_of(emitter))
     final = check(events) if stream else emitter.result()
     assert (final["status"], final["store"]) == ("completed", False)
@@ -233,8 +242,10 @@ def test_response_of_failed_store_is_marked(
         (KeyError("a bug"), "internal error: see the server's log"),
     ],
 )
-def test_failed_answer_is_stored(store: MemoryStore, error: Exception, message: str) -> None:
-    final = check(asyncio.run(events_of(storing_emitter(), DELTA_GROUPS[:2], error)))
+def test_failed_answer_is_stored(
+    front_end: FrontEnd, store: MemoryStore, error: Exception, message: str
+) -> None:
+    final = check(asyncio.run(events_of(storing_emitter(front_end), DELTA_GROUPS[:2], error)))
     assert (final["status"], final["error"]["message"]) == ("failed", message)
     assert final["output"][0]["status"] == "incomplete"
     response = store.get(RESOURCE)
@@ -252,11 +263,16 @@ def test_failed_answer_is_stored(store: MemoryStore, error: Exception, message: 
     ],
 )
 def test_failed_answer_is_stored_if_its_id_was_sent(
-    store: MemoryStore, stream: bool, groups: list[list[Delta]], announced: bool, expected: bool
+    front_end: FrontEnd,
+    store: MemoryStore,
+    stream: bool,
+    groups: list[list[Delta]],
+    announced: bool,
+    expected: bool,
 ) -> None:
     async def test() -> None:
         answer = start_answer(
-            storing_emitter(stream=stream),
+            storing_emitter(front_end, stream=stream),
             stream_deltas(groups, OutputError("x")),
             announced=announced,
         )
@@ -274,9 +290,9 @@ def test_failed_answer_is_stored_if_its_id_was_sent(
     assert (store.get(RESOURCE) is not None) is expected
 
 
-def test_last_delta_is_written_once() -> None:
+def test_last_delta_is_written_once(front_end: FrontEnd) -> None:
     async def test() -> tuple[list[Event], list[Event]]:
-        emitter = storing_emitter()
+        emitter = storing_emitter(front_end)
         emitter.feed(Started(3))
         last = await emitter.write_last(Failed(OutputError("first")))
         return last, await emitter.write_last(Failed(OutputError("second")))
@@ -308,19 +324,23 @@ def put(store: MemoryStore, key: str = KEY) -> StoredResponse:
         ("", None),
     ],
 )
-def test_items_are_found_by_their_id(store: MemoryStore, item: str, text: str | None) -> None:
+def test_items_are_found_by_their_id(
+    front_end: FrontEnd, store: MemoryStore, item: str, text: str | None
+) -> None:
     put(store)
-    found = References(caller()).item(item)
+    found = References(Caller(front_end, TENANT)).item(item)
     assert (found and found["content"]) == text
 
 
-def test_connection_remembers_response_missing_from_store(store: MemoryStore) -> None:
+def test_connection_remembers_response_missing_from_store(
+    front_end: FrontEnd, store: MemoryStore
+) -> None:
     response = put(MemoryStore())
-    recall = References(caller(), {response.id: response})
+    recall = References(Caller(front_end, TENANT), {response.id: response})
     body = {"model": "m", "input": "More", "previous_response_id": response.id}
     assert read(body, Defaults(), recall).turn.messages == (*response.messages, User("More"))
     with pytest.raises(RequestError) as caught:
-        read(body, Defaults(), References(caller()))
+        read(body, Defaults(), References(Caller(front_end, TENANT)))
     assert (caught.value.status, caught.value.code) == (404, "previous_response_not_found")
 
 
@@ -401,12 +421,16 @@ async def collect_events(running: BackgroundResponse, start: int = 0) -> list[Ev
     return [event async for event in running.follow(start)]
 
 
-def test_replays_do_not_block_the_event_loop(generate_with: Callable[[Any], None]) -> None:
+def test_replays_do_not_block_the_event_loop(
+    front_end: FrontEnd, generate_with: Callable[[Any], None]
+) -> None:
     """Twenty readers of a long response, whom no network slows down."""
     generate_with(no_turn)
 
     async def test() -> None:
-        running = await start_in(BackgroundResponses(), job(storing_emitter(background=True)))
+        running = await start_in(
+            BackgroundResponses(), job(storing_emitter(front_end, background=True))
+        )
         running.events += [Event(str(number)) for number in range(500)] + [DONE]
         reads = 0
         longest = 0
@@ -429,12 +453,14 @@ def test_replays_do_not_block_the_event_loop(generate_with: Callable[[Any], None
 
 @pytest.mark.parametrize("start", [0, 1, 4, 7, 100])
 def test_response_is_followed_from_any_event(
-    generate_with: Callable[[Any], None], start: int
+    front_end: FrontEnd, generate_with: Callable[[Any], None], start: int
 ) -> None:
     generate_with(slowly)
 
     async def test() -> None:
-        running = await start_in(BackgroundResponses(), job(storing_emitter(background=True)))
+        running = await start_in(
+            BackgroundResponses(), job(storing_emitter(front_end, background=True))
+        )
         live = await collect_events(running, start)
         assert check(running.events)["status"] == "completed"
         assert live == await collect_events(running, start) == running.events[start:]
@@ -444,6 +470,7 @@ def test_response_is_followed_from_any_event(
 
 @pytest.mark.parametrize("variable", ["", "1", "0"])
 def test_readers_are_pinged_during_silence(
+    front_end: FrontEnd,
     generate_with: Callable[[Any], None],
     monkeypatch: pytest.MonkeyPatch,
     variable: str,
@@ -451,7 +478,7 @@ def test_readers_are_pinged_during_silence(
     """While nothing is generated, each reader gets pings, unless the variable is 0."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", variable)
     generate_with(no_turn)
-    background_job = job(storing_emitter(background=True))
+    background_job = job(storing_emitter(front_end, background=True))
     if not variable:
         background_job = replace(background_job, server_settings=ServerSettings(ping_seconds=0.01))
 
@@ -475,12 +502,12 @@ def test_readers_are_pinged_during_silence(
 
 
 def test_running_response_is_cancelled(
-    generate_with: Callable[[Any], None], store: MemoryStore
+    front_end: FrontEnd, generate_with: Callable[[Any], None], store: MemoryStore
 ) -> None:
     generate_with(endlessly)
 
     async def test() -> None:
-        background_job = job(storing_emitter(background=True))
+        background_job = job(storing_emitter(front_end, background=True))
         running = await start_in(BackgroundResponses(), background_job)
         while len(running.events) < 6:
             await asyncio.sleep(0)
@@ -496,11 +523,13 @@ def test_running_response_is_cancelled(
     run(test())
 
 
-def test_queued_response_is_cancelled(generate_with: Callable[[Any], None]) -> None:
+def test_queued_response_is_cancelled(
+    front_end: FrontEnd, generate_with: Callable[[Any], None]
+) -> None:
     generate_with(endlessly)
 
     async def test() -> None:
-        background_job = job(storing_emitter(background=True))
+        background_job = job(storing_emitter(front_end, background=True))
         running = await start_in(BackgroundResponses(), background_job)
         assert running.document["status"] == "queued"
         await running.cancel()
@@ -510,11 +539,15 @@ def test_queued_response_is_cancelled(generate_with: Callable[[Any], None]) -> N
     run(test())
 
 
-def test_queued_response_streams_its_events(generate_with: Callable[[Any], None]) -> None:
+def test_queued_response_streams_its_events(
+    front_end: FrontEnd, generate_with: Callable[[Any], None]
+) -> None:
     generate_with(no_turn)
 
     async def test() -> None:
-        running = await start_in(BackgroundResponses(), job(storing_emitter(background=True)))
+        running = await start_in(
+            BackgroundResponses(), job(storing_emitter(front_end, background=True))
+        )
         events = running.follow()
         names = [(await anext(events)).name for _ in range(2)]
         assert names == ["response.created", "response.queued"]
@@ -526,13 +559,14 @@ def test_queued_response_streams_its_events(generate_with: Callable[[Any], None]
 
 
 def test_response_cancelled_during_release_stays_completed(
+    front_end: FrontEnd,
     generate_with: Callable[[Any], None],
 ) -> None:
     generate_with(slowly)
 
     async def test() -> None:
         may_release = asyncio.Event()
-        background_job = job(storing_emitter(background=True), may_release)
+        background_job = job(storing_emitter(front_end, background=True), may_release)
         running = await start_in(BackgroundResponses(), background_job)
         await collect_events(running)
         assert not background_job.lease.released
@@ -545,46 +579,27 @@ def test_response_cancelled_during_release_stays_completed(
     run(test())
 
 
-class SlowStore(MemoryStore):
-    """A store whose writes wait for ``may_write``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writing, self.may_write = threading.Event(), threading.Event()
-
-    def put(self, stored: StoredResponse) -> bool:
-        self.writing.set()
-        assert self.may_write.wait(60)
-        return super().put(stored)
-
-
-@pytest.fixture
-def slow_store() -> SlowStore:
-    store = SlowStore()
-    serve_with(store)
-    return store
-
-
-async def start_until_written(slow_store: SlowStore) -> BackgroundResponse:
-    background_job = job(storing_emitter(background=True))
+async def start_until_written(front_end: FrontEnd, store: GatedStore) -> BackgroundResponse:
+    store.may_write.clear()
+    background_job = job(storing_emitter(front_end, background=True))
     emitter: Any = background_job.emitter
-    running = await CURRENT[0].responses.start(background_job, emitter, begin)
-    assert await asyncio.to_thread(slow_store.writing.wait, 60)
+    running = await front_end.responses.start(background_job, emitter, begin)
+    assert await asyncio.to_thread(store.writing.wait, 60)
     return running
 
 
 def test_response_completes_after_it_is_stored(
-    generate_with: Callable[[Any], None], slow_store: SlowStore
+    front_end: FrontEnd, generate_with: Callable[[Any], None], store: GatedStore
 ) -> None:
     generate_with(at_once)
 
     async def test() -> None:
-        running = await start_until_written(slow_store)
-        assert (running.document["status"], slow_store.get(RESOURCE)) == ("in_progress", None)
-        slow_store.may_write.set()
+        running = await start_until_written(front_end, store)
+        assert (running.document["status"], store.get(RESOURCE)) == ("in_progress", None)
+        store.may_write.set()
         while running.document["status"] == "in_progress":
             await asyncio.sleep(0)
-        response = slow_store.get(RESOURCE)
+        response = store.get(RESOURCE)
         assert response is not None
         assert response.document == running.document
 
@@ -593,51 +608,56 @@ def test_response_completes_after_it_is_stored(
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_response_deleted_while_stored_stays_deleted(
-    generate_with: Callable[[Any], None], slow_store: SlowStore, cancelled: bool
+    front_end: FrontEnd, generate_with: Callable[[Any], None], store: GatedStore, cancelled: bool
 ) -> None:
     generate_with(at_once)
 
     async def test() -> None:
-        running = await start_until_written(slow_store)
+        running = await start_until_written(front_end, store)
         cancelling = asyncio.ensure_future(running.cancel() if cancelled else asyncio.sleep(0))
-        deleting = asyncio.ensure_future(CURRENT[0].responses.delete(RESOURCE))
+        deleting = asyncio.ensure_future(front_end.responses.delete(RESOURCE))
         for _ in range(20):
             await asyncio.sleep(0)
-        slow_store.may_write.set()
+        store.may_write.set()
         assert await deleting
         await cancelling
         assert check(await collect_events(running))["status"] == "completed"
-        assert slow_store.get(RESOURCE) is None
+        assert store.get(RESOURCE) is None
 
     run(test())
 
 
-@pytest.mark.usefixtures("_active")
 def test_unfinished_response_cannot_be_continued(
-    generate_with: Callable[[Any], None], slow_store: SlowStore
+    installed: FrontEnd, generate_with: Callable[[Any], None], store: GatedStore
 ) -> None:
     generate_with(at_once)
     body = {"model": "m", "input": "More", "previous_response_id": ID}
 
     async def test() -> None:
-        running = await start_until_written(slow_store)
+        running = await start_until_written(installed, store)
         for api in (routes.RESPONSES, COMPACT, ResponsesSocket(Socket())._api):
             with pytest.raises(RequestError) as caught:
-                await asyncio.to_thread(api.read, body, Defaults(), caller())
+                await asyncio.to_thread(api.read, body, Defaults(), Caller(installed, TENANT))
             assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
-        slow_store.may_write.set()
+        store.may_write.set()
         await collect_events(running)
-        request = await asyncio.to_thread(routes.RESPONSES.read, body, Defaults(), caller())
+        request = await asyncio.to_thread(
+            routes.RESPONSES.read, body, Defaults(), Caller(installed, TENANT)
+        )
         assert request.turn.messages == (User("Hi"), Answer("Hello."), User("More"))
 
     run(test())
 
 
-def test_completed_response_cannot_be_cancelled(generate_with: Callable[[Any], None]) -> None:
+def test_completed_response_cannot_be_cancelled(
+    front_end: FrontEnd, generate_with: Callable[[Any], None]
+) -> None:
     generate_with(slowly)
 
     async def test() -> None:
-        running = await start_in(BackgroundResponses(), job(storing_emitter(background=True)))
+        running = await start_in(
+            BackgroundResponses(), job(storing_emitter(front_end, background=True))
+        )
         await collect_events(running)
         await running.cancel()
         assert running.document["status"] == "completed"
@@ -650,6 +670,7 @@ def is_remembered(background: BackgroundResponses, number: int) -> bool:
 
 
 def test_oldest_responses_are_forgotten_beyond_max_events(
+    front_end: FrontEnd,
     generate_with: Callable[[Any], None],
 ) -> None:
     generate_with(slowly)
@@ -657,7 +678,7 @@ def test_oldest_responses_are_forgotten_beyond_max_events(
     async def test() -> None:
         background = BackgroundResponses(max_events=20)
         for number in range(4):
-            emitter = storing_emitter(background=True)
+            emitter = storing_emitter(front_end, background=True)
             emitter._info = ResponseInfo(f"{number:020x}", 0, "m")
             await collect_events(await start_in(background, job(emitter)))
         remembered = [is_remembered(background, number) for number in range(4)]
@@ -669,6 +690,7 @@ def test_oldest_responses_are_forgotten_beyond_max_events(
 
 
 def test_oldest_responses_are_forgotten_beyond_max_bytes(
+    front_end: FrontEnd,
     generate_with: Callable[[Any], None],
 ) -> None:
     generate_with(at_once)
@@ -677,7 +699,7 @@ def test_oldest_responses_are_forgotten_beyond_max_bytes(
         background = BackgroundResponses(max_bytes=300_000)
         for number in range(4):
             emitter = storing_emitter(
-                background=True, instructions="x" * 20_000, input="y" * 50_000
+                front_end, background=True, instructions="x" * 20_000, input="y" * 50_000
             )
             emitter._info = ResponseInfo(f"{number:020x}", 0, "m")
             running = await start_in(background, job(emitter))
@@ -691,12 +713,12 @@ def test_oldest_responses_are_forgotten_beyond_max_bytes(
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_completed_response_keeps_only_its_documents(
-    generate_with: Callable[[Any], None], cancelled: bool
+    front_end: FrontEnd, generate_with: Callable[[Any], None], cancelled: bool
 ) -> None:
     generate_with(endlessly if cancelled else at_once)
 
     async def test() -> None:
-        emitter = storing_emitter(background=True)
+        emitter = storing_emitter(front_end, background=True)
         background_job = job(emitter)
         references = [weakref.ref(background_job.lease), weakref.ref(emitter)]
         running = await start_in(BackgroundResponses(), background_job)
@@ -730,11 +752,15 @@ def test_completed_response_keeps_only_its_documents(
         ),
     ],
 )
-def test_compaction_contains_the_answer(output: list[Delta], text: str | None) -> None:
-    request: Any = COMPACT.read({"model": "m", "input": "Hi", "stream": True}, Defaults(), caller())
+def test_compaction_contains_the_answer(
+    front_end: FrontEnd, output: list[Delta], text: str | None
+) -> None:
+    request: Any = COMPACT.read(
+        {"model": "m", "input": "Hi", "stream": True}, Defaults(), Caller(front_end, TENANT)
+    )
     assert (request.stream, request.store) == (False, False)
     assert isinstance(request.turn.messages[-1], User)
-    emitter = COMPACT.emitter(request, INFO, None, caller())
+    emitter = COMPACT.emitter(request, INFO, None, Caller(front_end, TENANT))
     for delta in [*output, Finished("stop", None, Usage(3, 2))]:
         assert emitter.feed(delta) == []
     if text is None:
@@ -744,20 +770,24 @@ def test_compaction_contains_the_answer(output: list[Delta], text: str | None) -
     document = emitter.result()
     user, encrypted = document["output"]
     assert (user["role"], document["usage"]["output_tokens"]) == ("user", 2)
-    again = read({"model": "m", "input": [encrypted]}, Defaults(), References(caller()))
+    again = read(
+        {"model": "m", "input": [encrypted]}, Defaults(), References(Caller(front_end, TENANT))
+    )
     assert again.turn.messages == (Summary(text),)
 
 
-def test_compaction_ignores_answer_format_and_tool_choice() -> None:
+def test_compaction_ignores_answer_format_and_tool_choice(front_end: FrontEnd) -> None:
     update = {"type": "configuration_update", "text": {"format": {"type": "json_object"}}}
     hello = {"role": "user", "content": "Hi"}
     tools = [{"type": "function", "name": "f"}]
     body = {"model": "m", "input": [hello, update], "tools": tools, "tool_choice": "required"}
-    turn = COMPACT.read(body, Defaults(), caller()).turn
+    turn = COMPACT.read(body, Defaults(), Caller(front_end, TENANT)).turn
     assert turn.answer_format is None
     assert (turn.tool_choice, len(turn.tools)) == (ToolChoice(names=()), 1)
     plain = {"format": {"type": "json_object"}}
-    turn = COMPACT.read({"model": "m", "input": "Hi", "text": plain}, Defaults(), caller()).turn
+    turn = COMPACT.read(
+        {"model": "m", "input": "Hi", "text": plain}, Defaults(), Caller(front_end, TENANT)
+    ).turn
     assert (turn.answer_format, len(turn.messages)) == (None, 3)
 
 
@@ -783,11 +813,11 @@ def _foreign(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _active(store: MemoryStore) -> Iterator[None]:
+def installed(front_end: FrontEnd) -> Iterator[FrontEnd]:
+    """The front end that is installed in the host, with the store of ``front_end``."""
     contract.activate()
-    install(server.app, VllmMlx(), sharing=CURRENT[0].sharing)
-    CURRENT[:] = [installed_in(server.app)]
-    yield
+    install(server.app, VllmMlx(), sharing=front_end.sharing)
+    yield installed_in(server.app)
     contract.deactivate()
 
 
@@ -832,7 +862,7 @@ PATHS = [
 ]
 
 
-@pytest.mark.usefixtures("_foreign", "_active")
+@pytest.mark.usefixtures("_foreign", "installed")
 @pytest.mark.parametrize(("method", "path", "body"), PATHS)
 def test_key_and_rate_limit_apply_to_every_route(
     monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
@@ -849,7 +879,7 @@ def test_key_and_rate_limit_apply_to_every_route(
     assert int(limited.headers["retry-after"]) > 0
 
 
-@pytest.mark.usefixtures("_active")
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("query", "status", "param"),
     [
@@ -871,8 +901,7 @@ def test_query_of_stored_response_is_validated(
         assert response.json()["error"]["param"] == param
 
 
-@pytest.mark.usefixtures("_active")
-def test_stored_response_belongs_to_its_tenant(store: MemoryStore) -> None:
+def test_stored_response_belongs_to_its_tenant(installed: FrontEnd, store: MemoryStore) -> None:
     put(store)
     other = {"authorization": "Bearer another"}
     for method, path in (
@@ -884,7 +913,7 @@ def test_stored_response_belongs_to_its_tenant(store: MemoryStore) -> None:
     ):
         assert send(method, path, **other).status_code == 404, (method, path)
     body = {"model": "m", "input": "More", "previous_response_id": ID}
-    recalls = References(caller("another"))
+    recalls = References(Caller(installed, "another"))
     with pytest.raises(RequestError) as caught:
         read(body, Defaults(), recalls)
     assert caught.value.status == 404
@@ -943,7 +972,7 @@ class Socket:
         self._closed.set()
 
 
-@pytest.mark.usefixtures("_active")
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("headers", "key", "status"),
     [
@@ -965,7 +994,7 @@ def test_websocket_requires_the_key(
     assert socket.accepted is (status is None)
 
 
-@pytest.mark.usefixtures("_active")
+@pytest.mark.usefixtures("installed")
 def test_websocket_connection_has_a_lifetime() -> None:
     async def test() -> None:
         socket: Any = Socket()
@@ -978,7 +1007,7 @@ def test_websocket_connection_has_a_lifetime() -> None:
     run(test())
 
 
-@pytest.mark.usefixtures("_active")
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("messages", "code"),
     [
@@ -1004,7 +1033,7 @@ def test_too_many_waiting_messages_close_the_connection(
     run(test())
 
 
-@pytest.mark.usefixtures("_active")
+@pytest.mark.usefixtures("installed")
 def test_stalled_websocket_is_aborted() -> None:
     """Closing it would wait until the client has read what was written."""
     set_limits(stream_seconds=0.05)
@@ -1029,7 +1058,7 @@ def test_stalled_websocket_is_aborted() -> None:
     run(test())
 
 
-@pytest.mark.usefixtures("_foreign", "_active")
+@pytest.mark.usefixtures("_foreign", "installed")
 def test_other_model_has_no_websocket() -> None:
     async def test() -> None:
         message = {"type": "response.create", "model": "foreign", "input": "Bonjour ?"}
@@ -1078,7 +1107,7 @@ def test_non_utf_8_message_is_logged_without_traceback(
 
 
 def test_background_responses_are_bounded_in_total(
-    generate_with: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+    front_end: FrontEnd, generate_with: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ended responses do not count."""
     generate_with(slowly)
@@ -1086,7 +1115,7 @@ def test_background_responses_are_bounded_in_total(
 
     async def test() -> None:
         async def start_another(number: int) -> BackgroundResponse:
-            emitter = storing_emitter(background=True)
+            emitter = storing_emitter(front_end, background=True)
             emitter._info = ResponseInfo(f"{number:020x}", 0, "m")
             return await start_in(background, job(emitter))
 
