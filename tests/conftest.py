@@ -10,11 +10,17 @@ from __future__ import annotations
 import functools
 import itertools
 import ssl
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from sizes import examples
+
+# Failures in checks that tests share show values, too.
+SUPPORT = {path.stem for path in Path(__file__).with_name("support").glob("*.py")}
+pytest.register_assert_rewrite(*(SUPPORT - sys.modules.keys()))
 
 settings.register_profile(
     "untimed",

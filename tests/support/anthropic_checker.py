@@ -142,7 +142,7 @@ class Checker:
         self._over = True
 
 
-def checked(events: Iterable[tuple[str, str]]) -> Checker:
+def check_stream(events: Iterable[tuple[str, str]]) -> Checker:
     """The checker after a whole stream of (name, data) events, all of which are valid."""
     checker = Checker()
     for name, data in events:

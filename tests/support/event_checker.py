@@ -197,9 +197,9 @@ class _Checker:
         assert response["status"] in ({expected} if expected else {"queued", "in_progress"})
         assert response["output"] == [], "output before any item"
         assert response["usage"] is None
-        self.same(response)
+        self.check_fixed_fields(response)
 
-    def same(self, response: dict[str, Any]) -> None:
+    def check_fixed_fields(self, response: dict[str, Any]) -> None:
         assert response["object"] == "response"
         assert response["id"].startswith("resp_")
         changing = {"status", "output", "usage", "error", "incomplete_details", "completed_at"}
@@ -211,7 +211,8 @@ class _Checker:
     def end(self, kind: str, response: dict[str, Any]) -> None:
         assert self.item is None, "an item is still open"
         assert response["store"] in (False, self.response["store"]), "stored, but not asked to be"
-        self.same({**response, "store": self.response["store"]})  # storing may have failed
+        # Storing may have failed.
+        self.check_fixed_fields({**response, "store": self.response["store"]})
         self.response = response
         self.ended = kind
         assert response["status"] in ENDINGS[kind]
@@ -232,12 +233,12 @@ class _Checker:
 
     # Items
 
-    def opened(self) -> _Item:
+    def open_item(self) -> _Item:
         assert self.item is not None, "no item is open"
         return self.item
 
-    def at(self, event: dict[str, Any]) -> _Item:
-        item = self.opened()
+    def item_of(self, event: dict[str, Any]) -> _Item:
+        item = self.open_item()
         assert event["item_id"] == item.added["id"]
         assert event["output_index"] == len(self.done_items)
         index = INDICES.get(event["type"].rpartition(".")[0])
@@ -262,7 +263,7 @@ class _Checker:
         self.item = _Item(item)
 
     def item_done(self, event: dict[str, Any]) -> None:
-        item, document = self.opened(), event["item"]
+        item, document = self.open_item(), event["item"]
         assert event["output_index"] == len(self.done_items)
         assert not item.open_parts, f"open: {item.open_parts}"
         assert item.texts.keys() == item.whole, "a text without its .done"
@@ -285,11 +286,11 @@ class _Checker:
         elif item.type in WHOLE:
             assert not item.texts, f"a {item.type} has no events of its own"
         else:
-            self.same_parts(item, document)
+            self.check_parts(item, document)
         self.done_items.append(document)
         self.item = None
 
-    def same_parts(self, item: _Item, document: dict[str, Any]) -> None:
+    def check_parts(self, item: _Item, document: dict[str, Any]) -> None:
         places = [name for name in ("content", "summary") if document.get(name)]
         assert len(places) == 1, "an item with nothing in it, or with its text twice"
         for stem, name in (
@@ -301,10 +302,10 @@ class _Checker:
             assert all(texts), "an empty part"
 
     def running(self, stem: str, event: dict[str, Any]) -> None:
-        assert stem == f"response.{self.at(event).type}"
+        assert stem == f"response.{self.item_of(event).type}"
 
     def command(self, action: str, event: dict[str, Any]) -> None:
-        item = self.opened()
+        item = self.open_item()
         assert event["output_index"] == len(self.done_items)
         assert event["command_index"] == len(item.commands)
         if action == "added":
@@ -320,7 +321,7 @@ class _Checker:
     # Parts and texts
 
     def part_added(self, stem: str, event: dict[str, Any]) -> None:
-        item = self.at(event)
+        item = self.item_of(event)
         kind, text = PARTS[item.type][stem]
         assert event["part"]["type"] == kind
         assert event["part"]["text"] == ""
@@ -329,7 +330,7 @@ class _Checker:
         item.texts[text] = ""
 
     def delta(self, stem: str, event: dict[str, Any]) -> None:
-        item = self.at(event)
+        item = self.item_of(event)
         if item.type in ARGUMENTS:
             assert stem == ARGUMENTS[item.type][0]
             item.texts.setdefault(stem, "")
@@ -341,7 +342,7 @@ class _Checker:
             item.logprobs += event["logprobs"]
 
     def text_done(self, stem: str, event: dict[str, Any]) -> None:
-        item = self.at(event)
+        item = self.item_of(event)
         name = ARGUMENTS[item.type][1] if item.type in ARGUMENTS else "text"
         assert event[name] == item.texts.setdefault(stem, ""), ".done is not the sum of its deltas"
         if stem == "response.output_text":
@@ -350,7 +351,7 @@ class _Checker:
         item.whole.add(stem)
 
     def part_done(self, stem: str, event: dict[str, Any]) -> None:
-        item = self.at(event)
+        item = self.item_of(event)
         kind, text = PARTS[item.type][stem]
         assert text in item.whole, "the part is done before its text"
         assert event["part"]["type"] == kind

@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core import vocab
 Json: TypeAlias = "dict[str, Any]"
 Events = Callable[[Sequence[int], Sequence[int], str], Iterator[str]]
 
-TOP = (
+TOP_LOGPROBS = (
     (vocab.RETURN, -0.5),
     (5, -1.25),
     (vocab.END, -3.0),
@@ -34,7 +34,7 @@ TOP = (
 
 
 def logprob_of(token: int) -> float:
-    return dict(TOP).get(token, -30 - token / 1000)
+    return dict(TOP_LOGPROBS).get(token, -30 - token / 1000)
 
 
 KINDS = ("vllm", "vllm-tokens", "sglang", "sglang-incremental", "llamacpp", "vllm-mlx")
@@ -209,7 +209,7 @@ EXCHANGES: dict[str, Exchange] = {
     ),
 }
 
-LISTED: dict[str, Json] = {
+METADATA: dict[str, Json] = {
     "vllm": {"/version": {"version": "0.32.0"}},
     "vllm-tokens": {"/version": {"version": "0.32.0"}},
     "sglang": {
@@ -260,7 +260,7 @@ def with_logprobs(kind: str, body: Json, events: Iterator[str]) -> Iterator[str]
             yield data
             continue
         # vLLM puts the id itself first, in addition to the likeliest or as one of them.
-        tops = [{token: logprob_of(token)} | dict(TOP[:count]) for token in tokens]
+        tops = [{token: logprob_of(token)} | dict(TOP_LOGPROBS[:count]) for token in tokens]
         if kind == "vllm":
             choice["logprobs"] = {
                 "text_offset": [0] * len(tokens),
@@ -286,7 +286,7 @@ def with_logprobs(kind: str, body: Json, events: Iterator[str]) -> Iterator[str]
             }
         else:
             event["logprobs"] = [
-                {"logprob": logprob_of(token), "top": TOP[:count]} for token in tokens
+                {"logprob": logprob_of(token), "top": TOP_LOGPROBS[:count]} for token in tokens
             ]
         yield compact(event)
 
@@ -313,7 +313,7 @@ class FakeEngine:
     ``stream`` (the stream stays empty)."""
     limitless: bool = False
     """It ignores the limit of a request."""
-    waits: float = 0.0
+    wait_seconds: float = 0.0
     """Seconds of a fault ``wait``, after which the answer continues."""
     faults: list[Fault] = field(default_factory=list)
     trial_faults: list[Fault] = field(default_factory=list)
@@ -323,8 +323,8 @@ class FakeEngine:
     running: int = 0
     most_running: int = 0
     aborted: int = 0
-    sent: int = 0
-    """Bytes sent to sockets."""
+    bytes_sent: int = 0
+    """To sockets."""
 
     def output_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """The script for a prompt."""
@@ -374,7 +374,7 @@ class FakeEngine:
         piece = b""
         for number, event in enumerate(events):
             if fault is not None and fault.then == "wait" and number == fault.after:
-                await asyncio.sleep(self.waits)
+                await asyncio.sleep(self.wait_seconds)
                 fault = None
             if fault is not None and number == fault.after and fault.then:
                 if fault.then == "hang":
@@ -391,7 +391,7 @@ class FakeEngine:
             piece += f"data: {event}\n\n".encode()
             if (number + 1) % self.at_once == 0:
                 yield piece
-                self.sent += len(piece)
+                self.bytes_sent += len(piece)
                 piece = b""
                 await self._pause(trial)
         if piece:
@@ -414,7 +414,7 @@ class FakeEngine:
             Route(EXCHANGES[self.kind].path, self.generate, methods=["POST"]),
             Route("/v1/models", self.list_models),
         ]
-        for path, content in LISTED[self.kind.removesuffix("-incremental")].items():
+        for path, content in METADATA[self.kind.removesuffix("-incremental")].items():
             routes.append(Route(path, _constant_endpoint(content)))
         return Starlette(routes=routes)
 

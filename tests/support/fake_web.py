@@ -27,10 +27,10 @@ class Site:
     pages: dict[str, tuple[int, dict[str, str], bytes | Callable[[Any], None]]] = field(
         default_factory=dict
     )
-    asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     port: int = 0
-    at_once: int = 0
-    most_at_once: int = 0
+    running: int = 0
+    most_running: int = 0
 
     @property
     def url(self) -> str:
@@ -78,19 +78,19 @@ class Site:
         self.add("/search", json.dumps(document), Content_Type="application/json")
 
     def queries(self) -> list[str]:
-        searches = (urlsplit(path) for path, _ in self.asked)
+        searches = (urlsplit(path) for path, _ in self.requests)
         return [parse_qs(url.query)["q"][0] for url in searches if url.path == "/search"]
 
 
 @contextmanager
-def serving(*, host: str = "127.0.0.1") -> Iterator[Site]:
+def run_site(*, host: str = "127.0.0.1") -> Iterator[Site]:
     site = Site()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            site.asked.append((self.path, dict(self.headers)))
-            site.at_once += 1
-            site.most_at_once = max(site.most_at_once, site.at_once)
+            site.requests.append((self.path, dict(self.headers)))
+            site.running += 1
+            site.most_running = max(site.most_running, site.running)
             try:
                 missing: tuple[int, dict[str, str], bytes] = (404, {}, b"")
                 status, headers, body = site.pages.get(urlsplit(self.path).path, missing)
@@ -106,10 +106,10 @@ def serving(*, host: str = "127.0.0.1") -> Iterator[Site]:
                     else:
                         self.wfile.write(body)
             finally:
-                site.at_once -= 1
+                site.running -= 1
 
         def log_message(self, *_: object) -> None:
-            """Prints nothing; tests read ``asked``."""
+            """Prints nothing; tests read ``requests``."""
 
     server = ThreadingHTTPServer((host, 0), Handler)
     server.daemon_threads = True
@@ -130,7 +130,7 @@ def browser(site: Site, *, intranet: bool = True) -> Browser:
     return Browser(engine_of(f"searxng:{site.url}"), Fetcher(patterns))
 
 
-def slowly(write: Any) -> None:
+def write_slowly(write: Any) -> None:
     """A page that arrives slowly and takes a minute."""
     for _ in range(600):
         write.write(b"<p>drop</p>")

@@ -228,7 +228,7 @@ class Deaf:
 
 
 @contextmanager
-def serving(
+def run_faulty_server(
     fault: Fault | type[Deaf] | None = None, engine: BookEngine | None = None
 ) -> Iterator[str]:
     """The URL of a server, with or without a fault."""

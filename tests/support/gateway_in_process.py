@@ -63,7 +63,7 @@ def engine_at(
     return HttpEngine(client, url, dialect, MODEL, "m", length)
 
 
-class Recorded:
+class RecordingTracker:
     """A tracker that records results."""
 
     def __init__(self, tracker: Tracker) -> None:
@@ -81,7 +81,7 @@ class Recorded:
         self._tracker.finish(result, usage)
 
 
-class Watched(Gateway):
+class CountingGateway(Gateway):
     """A gateway with detected engines, which counts its leases."""
 
     def __init__(
@@ -99,8 +99,8 @@ class Watched(Gateway):
         for backend, (fake, url) in zip(self.fleet.backends, engines, strict=True):
             backend.found(engine_at(url, fake.kind, length=fake.length))
         self.engine = engines[0][0]
-        self.lent = 0
-        self.trackers: list[Recorded] = []
+        self.leases = 0
+        self.trackers: list[RecordingTracker] = []
 
     @cached_property
     def app(self) -> Starlette:
@@ -109,15 +109,15 @@ class Watched(Gateway):
 
     async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
         lease = await super().acquire(request, model, deadline)
-        self.lent += 1
+        self.leases += 1
 
         async def give_back() -> None:
-            self.lent -= 1
+            self.leases -= 1
 
         return Lease(lease.engine, lease.tenant, lease.deadline, give_back)
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
-        self.trackers.append(Recorded(super().tracker(api, stream=stream)))
+        self.trackers.append(RecordingTracker(super().tracker(api, stream=stream)))
         return self.trackers[-1]
 
     def defaults(self, engine: Engine | None) -> Defaults:

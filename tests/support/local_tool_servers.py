@@ -47,36 +47,36 @@ async def page(**_: Any) -> ToolResult:
 
 
 @dataclass
-class Local:
-    """Functions under a label; ``called`` lists their calls."""
+class LocalServer:
+    """Functions under a label; ``calls`` lists their calls."""
 
     label: str
-    runs: dict[str, tuple[Mapping[str, Any] | None, Run]]
+    functions: dict[str, tuple[Mapping[str, Any] | None, Run]]
     description: str = ""
     timeout: float = 3600.0
     problem: str = ""
-    called: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    calls: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     running: int = 0
     cancelled: int = 0
 
     def __post_init__(self) -> None:
         self.tools = tuple(
             Tool(name, f"Does {name}.", schema, read_only=name == "now")
-            for name, (schema, _) in self.runs.items()
+            for name, (schema, _) in self.functions.items()
         )
 
     async def start(self) -> None:
-        """It is there."""
+        """Does nothing."""
 
     async def stop(self) -> None:
-        """It stays."""
+        """Does nothing."""
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Runs the function."""
-        self.called.append((tool, arguments))
+        self.calls.append((tool, arguments))
         self.running += 1
         try:
-            return await self.runs[tool][1](**arguments)
+            return await self.functions[tool][1](**arguments)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -84,8 +84,8 @@ class Local:
             self.running -= 1
 
 
-def weather() -> Local:
-    return Local(
+def weather() -> LocalServer:
+    return LocalServer(
         "weather",
         {
             "now": (CITY, now),
@@ -97,9 +97,10 @@ def weather() -> Local:
     )
 
 
-def interpreter() -> Local:
-    return Local("python", {"python": (CODE, python)})
+def interpreter() -> LocalServer:
+    return LocalServer("python", {"python": (CODE, python)})
 
 
-def browser() -> Local:
-    return Local("browser", {"search": (None, search), "open": (None, page), "find": (None, page)})
+def browser() -> LocalServer:
+    functions = {"search": (None, search), "open": (None, page), "find": (None, page)}
+    return LocalServer("browser", functions)

@@ -138,10 +138,10 @@ class Tracker:
     results: list[str] = field(default_factory=list)
 
     def observe_ttft(self) -> None:
-        """Nothing to see."""
+        """Does nothing."""
 
     def reasoning_ended(self, reason: str) -> None:
-        """Nothing to see."""
+        """Does nothing."""
 
     def finish(self, result: str, usage: Usage) -> None:
         """The first one counts."""
@@ -162,7 +162,7 @@ class SingleEngineHost:
     def __init__(self, engine: Engine, seconds: float = 300.0) -> None:
         self.engine = engine
         self.seconds = seconds
-        self.lent = 0
+        self.leases = 0
         self.trackers: list[Tracker] = []
 
     @cached_property
@@ -185,13 +185,13 @@ class SingleEngineHost:
         return False
 
     async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
-        """Counts what is lent."""
+        """Counts the lease."""
         if model not in (None, MODEL):
             raise HTTPException(404, f"there is no {model}")
-        self.lent += 1
+        self.leases += 1
 
         async def give_back() -> None:
-            self.lent -= 1
+            self.leases -= 1
 
         return Lease(self.engine, tenant_of(request), deadline, give_back)
 

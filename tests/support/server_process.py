@@ -119,7 +119,7 @@ class Server:
         return models
 
     @contextmanager
-    def sent(self, path: str, document: object) -> Iterator[None]:
+    def open_request(self, path: str, document: object) -> Iterator[None]:
         """Sends a request. Its client reads nothing, and disconnects at the end of the context."""
         url, content = httpx.URL(self.base_url), json.dumps(document)
         head = f"POST {path} HTTP/1.1\r\nHost: {url.host}\r\nContent-Type: application/json\r\n"

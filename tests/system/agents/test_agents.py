@@ -241,7 +241,9 @@ def test_codex_waits_for_slow_prompt(
     programs, _ = install(launch_agents.AGENTS["codex"], installed / "codex")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "2")
-    engine = ScriptedEngine("vllm", {REQUEST: _FINAL}, name=MODEL, length=131_072, waits=15.0)
+    engine = ScriptedEngine(
+        "vllm", {REQUEST: _FINAL}, name=MODEL, length=131_072, wait_seconds=15.0
+    )
     engine.faults += [Fault(then="wait")] * 3
     idle_timeout = ("-c", f"model_providers.{launch_agents.NAME}.stream_idle_timeout_ms=5000")
     _, _, command = AGENTS["codex"]
@@ -287,7 +289,7 @@ def test_agent_searches_the_web(
     programs, _ = install(launch_agents.AGENTS[agent], installed / agent)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     engine = SearchingEngine("vllm", {}, name=MODEL, length=131_072)
-    with fake_web.serving() as site:
+    with fake_web.run_site() as site:
         site.search(("Rome", "https://a.example/rome", "It has 2.8 million people."))
         with gateway_to(engine, web_search=f"searxng:{site.url}") as url:
             assert_agent_answers(agent, url, home, *flags, SEARCH)

@@ -82,7 +82,7 @@ def _endless(write: Any) -> None:
 @pytest.fixture(scope="module")
 def web_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebSetup]:
     root = tmp_path_factory.mktemp("web")
-    with fake_web.serving() as site, fake_web.serving() as service:
+    with fake_web.run_site() as site, fake_web.run_site() as service:
         service.add("/secret", "<p>The secret of the intranet</p>")
         secret = f"{service.url}/secret"
         site.add("/redirect", status=302, Location=secret)
@@ -90,7 +90,7 @@ def web_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebSetup]:
         site.add("/redirect-file", status=302, Location="file:///etc/passwd")
         site.add("/around", status=302, Location=f"{site.url}/around")
         site.add("/endless", _endless)
-        site.add("/slow", fake_web.slowly)
+        site.add("/slow", fake_web.write_slowly)
         site.add("/huge", "<a href=x>y</a>" * (8 * MIB // 15))
         directory = standin.write(root / "gpt-oss-standin")
         server = server_process.start(
@@ -160,11 +160,11 @@ def answer_text(web_setup: WebSetup, text: str, api: str) -> str:
 @pytest.mark.parametrize("name", PRIVATE)
 def test_private_urls_are_not_opened(web_setup: WebSetup, name: str, api: str) -> None:
     """Neither by the model itself nor as a search result."""
-    asked_before = len(web_setup.service.asked)
+    requests_before = len(web_setup.service.requests)
     web_setup.site.search(("Found", web_setup.urls[name], "A page."))
     for text in (f"Open {name}.", "Search."):
         assert answer_text(web_setup, text, api) == REFUSED
-    assert web_setup.service.asked[asked_before:] == []
+    assert web_setup.service.requests[requests_before:] == []
 
 
 def test_permitted_page_is_opened(web_setup: WebSetup) -> None:
@@ -190,7 +190,7 @@ def test_endless_page_does_not_delay_others(web_setup: WebSetup) -> None:
     """Another client is answered while the page is read."""
     with ThreadPoolExecutor(1) as pool:
         slow_answer = pool.submit(answer_text, web_setup, "Open slow.", "responses")
-        while web_setup.site.at_once == 0:
+        while web_setup.site.running == 0:
             assert not slow_answer.done()
             time.sleep(0.01)
         started = time.monotonic()

@@ -93,6 +93,10 @@ def get(server: Server, path: str) -> httpx.Response:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_chat_answers(client: openai.OpenAI, stream: bool) -> None:
+    check_chat_answer(client, stream=stream)
+
+
+def check_chat_answer(client: openai.OpenAI, *, stream: bool) -> None:
     request: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
     if stream:
         with client.chat.completions.stream(**request) as events:
@@ -208,7 +212,7 @@ def test_client_disconnect_cancels_the_answer(server: Server, client: openai.Ope
 
 
 def test_status_metrics_and_inspector_show_state(server: Server, client: openai.OpenAI) -> None:
-    test_chat_answers(client, stream=False)
+    check_chat_answer(client, stream=False)
     (model,) = get(server, "/harmony/status").json()["models"]
     assert model["model"] == MODEL
     assert model["memory"]["weights"] < model["memory"]["limit"]

@@ -229,7 +229,8 @@ def test_disconnect_during_stream_frees_the_engine(server: Server, client: httpx
 
 def open_request(server: Server, text: str, *, stream: bool) -> AbstractContextManager[None]:
     messages = [{"role": "user", "content": text}]
-    return server.sent(PATH, {"model": str(server.model), "messages": messages, "stream": stream})
+    body = {"model": str(server.model), "messages": messages, "stream": stream}
+    return server.open_request(PATH, body)
 
 
 def test_disconnect_before_document_frees_the_engine(server: Server, client: httpx.Client) -> None:

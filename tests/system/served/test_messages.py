@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import anthropic
 import pytest
-from anthropic_checker import checked, prompt_tokens
+from anthropic_checker import check_stream, prompt_tokens
 from harmony_text import ids_of
 from row_answers import (
     GENERATED,
@@ -81,17 +81,17 @@ def server(keyed_server: Server, standin_dir: Path) -> Server:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Anthropic]:
-    http = anthropic.DefaultHttpxClient(event_hooks={"response": [check_stream]})
+    http = anthropic.DefaultHttpxClient(event_hooks={"response": [check_response]})
     with anthropic.Anthropic(
         base_url=server.base_url, api_key=KEY, max_retries=0, timeout=60, http_client=http
     ) as client:
         yield client
 
 
-def check_stream(response: Any) -> None:
+def check_response(response: Any) -> None:
     """Checks the events of every stream that the client reads."""
     if response.headers["content-type"].startswith("text/event-stream"):
-        assert checked(parse_events(response.read().decode())).error is None
+        assert check_stream(parse_events(response.read().decode())).error is None
 
 
 def parse_events(stream: str) -> list[tuple[str, str]]:
@@ -238,12 +238,12 @@ def document(event: tuple[str, str]) -> Any:
 
 def test_tool_loop_of_claude_code_is_continued(server: Server, model: str) -> None:
     body = {**json.loads(RECORDED.read_text())["body"], "model": model}
-    first = checked(stream_events(server, body)).message
+    first = check_stream(stream_events(server, body)).message
     assert [block["type"] for block in first["content"]] == ["thinking", "text", "tool_use"]
     assistant = {"role": "assistant", "content": first["content"]}
     result = {"type": "tool_result", "tool_use_id": first["content"][-1]["id"]}
     result_turn = user([{**result, "content": "marker-42", "is_error": False}])
-    second = checked(
+    second = check_stream(
         stream_events(server, {**body, "messages": [*body["messages"], assistant, result_turn]})
     )
     assert second.message["content"] == [{"type": "text", "text": "It says marker-42."}]
@@ -260,7 +260,7 @@ def test_engine_failure_ends_stream_with_error(server: Server, model: str) -> No
 
 def test_silent_stream_sends_pings(server: Server, model: str) -> None:
     events = stream_events(server, {"model": model, "max_tokens": 2, "messages": [user("Slowly.")]})
-    assert checked(events).error is None
+    assert check_stream(events).error is None
     assert "ping" in [name for name, _ in events]
 
 

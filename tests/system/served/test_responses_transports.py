@@ -297,7 +297,7 @@ def test_client_disconnect_frees_the_engine(
     server: Server, client: OpenAI, model: str, stream: bool
 ) -> None:
     body = {"model": model, "input": "For ever.", "stream": stream}
-    with server.sent("/v1/responses", body):
+    with server.open_request("/v1/responses", body):
         server.wait_for_requests(running=1)
     server.wait_for_requests()
     assert client.responses.create(model=model, input="Hi.").output_text == "Hello."

@@ -200,7 +200,7 @@ def test_client_disconnect_cancels_tool(server: Server) -> None:
     note = server.model.parent / "note"
     metric = 'vllm_mlx_harmony_tool_errors_total{server="slow",tool="sleep"} 1.0'
     body = {"model": str(server.model), "input": "Sleep.", "tools": []}
-    with server.sent("/v1/responses", body):
+    with server.open_request("/v1/responses", body):
         wait_until(lambda: note.exists() and note.read_text() == "begun", "the call")
     wait_until(lambda: note.read_text() == "cancelled", "its end")
     wait_until(lambda: metric in httpx.get(f"{server.base_url}/metrics").text, "the metric")

@@ -38,7 +38,7 @@ SCRIPTS = [
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[fake_web.Site]:
-    with fake_web.serving() as site:
+    with fake_web.run_site() as site:
         site.add("/rome", "<title>Rome</title><h1>Rome</h1><p>It has 2.8 million people.</p>")
         site.search(("Rome", f"{site.url}/rome", "A city."))
         yield site

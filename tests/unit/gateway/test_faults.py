@@ -7,11 +7,10 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -19,14 +18,14 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 from app_server import run_server
+from deployment import BODIES, CHAT, SCRIPTS, TEXT, Deployment
 from fake_engines import EXCHANGES, KINDS, FakeEngine, Fault
-from gateway_in_process import MODEL, Watched, engine_at
+from gateway_in_process import MODEL, CountingGateway, engine_at
 from loops import run
 from starlette.requests import Request
 from waiting import wait_until, wait_until_async
 
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
-from vllm_mlx_harmony.gateway import routing_policy
 from vllm_mlx_harmony.gateway.app import _GatewayApp
 from vllm_mlx_harmony.gateway.engines import http
 from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
@@ -34,43 +33,9 @@ from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
 from vllm_mlx_harmony.gateway.routing_policy import Rule
 from vllm_mlx_harmony.server.app import application
 
-TEXT = "The answer is long enough to be cut anywhere: été, ☀, 你好, and an end."
-SCRIPTS = {
-    "Hello": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    f"<|channel|>final<|message|>{TEXT}<|return|>",
-}
 REQUEST = EngineRequest(
     "m", (1, 2, 3), GenerationSettings(max_tokens=50, temperature=1.0, top_p=1.0)
 )
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
-    "/v1/responses": {"input": "Hello", "store": False},
-    "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 500},
-}
-CHAT = "/v1/chat/completions"
-
-
-class Deployment:
-    """A gateway on a socket, and the engines behind it."""
-
-    def __init__(self, stack: ExitStack, *engines: FakeEngine, **settings: Any) -> None:
-        self.engines = engines
-        urls = [stack.enter_context(run_server(engine.app)) for engine in engines]
-        # The first engine is every conversation's home.
-        order = patch.object(routing_policy, "_weight", lambda name, _: -urls.index(name))
-        stack.enter_context(order)
-        self.host = Watched("", *zip(engines, urls, strict=True), **settings)
-        self.url = stack.enter_context(run_server(application(self.host)))
-
-    def ask(self, path: str = CHAT, *, stream: bool = False, **fields: Any) -> httpx.Response:
-        body = {"model": MODEL, "stream": stream, **BODIES[path], **fields}
-        return httpx.post(self.url + path, json=body, timeout=180)
-
-    @asynccontextmanager
-    async def streaming(self, client: httpx.AsyncClient) -> AsyncIterator[httpx.Response]:
-        body = {"model": MODEL, "stream": True, **BODIES[CHAT]}
-        async with client.stream("POST", self.url + CHAT, json=body) as response:
-            yield response
 
 
 def content_of(response: httpx.Response) -> str:
@@ -114,7 +79,7 @@ def test_failure_before_the_stream_has_a_status(
             assert answer.status_code == status
             assert answer.headers.get("retry-after") == retry_after
             assert answer.json()["error"]["message"]
-        assert deployment.host.lent == 0
+        assert deployment.host.leases == 0
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -147,7 +112,7 @@ def test_failure_after_the_first_output_is_an_error(kind: str, then: str) -> Non
             failing.faults[:] = [Fault(then=then, after=8)]
             assert deployment.ask(path).status_code == 500
         assert other.bodies == []
-        assert deployment.host.lent == 0
+        assert deployment.host.leases == 0
 
 
 @pytest.mark.parametrize("after", [None, 5], ids=["before a status", "in the middle"])
@@ -162,7 +127,7 @@ def test_hanging_engine_times_out(after: int | None, stream: bool) -> None:
             assert events(answer.text)[-1]["error"]["code"] == "timeout"
         else:
             assert answer.status_code == 504
-        wait_until(lambda: deployment.host.lent == 0, "the lease")
+        wait_until(lambda: deployment.host.leases == 0, "the lease")
         wait_until(lambda: deployment.engines[0].running == 0, "the engine's request to be closed")
 
 
@@ -171,7 +136,7 @@ def test_restarted_engine_is_used_again() -> None:
         first = FakeEngine("vllm", SCRIPTS)
         running = ExitStack()
         url = running.enter_context(run_server(first.app))
-        host = Watched("", (first, url))
+        host = CountingGateway("", (first, url))
         gateway = stack.enter_context(run_server(_GatewayApp(host, application(host))))
         body = {"model": MODEL, **BODIES[CHAT]}
         assert httpx.post(gateway + CHAT, json=body, timeout=180).status_code == 200
@@ -199,12 +164,12 @@ def test_client_disconnect_frees_the_engine() -> None:
                 deployment.streaming(client) as answer,
             ):
                 async for _ in answer.aiter_text():
-                    if engine.sent > 500:
+                    if engine.bytes_sent > 500:
                         return
 
         run(read_some(), 180)
         wait_until(lambda: engine.aborted == 1, "the engine to be freed")
-        wait_until(lambda: deployment.host.lent == 0, "the lease")
+        wait_until(lambda: deployment.host.leases == 0, "the lease")
         assert [tracker.results for tracker in deployment.host.trackers] == [["client_closed"]]
 
 
@@ -281,7 +246,7 @@ def test_500_streams_run_at_once() -> None:
         assert output == [TEXT] * 500
         assert deployment.engines[0].most_running > 100
         wait_until(lambda: deployment.engines[0].running == 0, "the engine to be freed")
-        wait_until(lambda: deployment.host.lent == 0, "the leases")
+        wait_until(lambda: deployment.host.leases == 0, "the leases")
 
 
 def test_slow_reader_slows_its_engine_and_gets_everything(
@@ -301,18 +266,18 @@ def test_slow_reader_slows_its_engine_and_gets_everything(
     with ExitStack() as stack:
         engine = FakeEngine("vllm-mlx", {"Hello": script})
         url = stack.enter_context(run_server(engine.app, buffer=65_536))
-        host = Watched("", (engine, url), default_max_output_tokens=10**6)
+        host = CountingGateway("", (engine, url), default_max_output_tokens=10**6)
         remote = host.fleet.backends[0].engine = engine_at(url, "vllm-mlx", 65_536)
         remote.context_length = None
         gateway = stack.enter_context(run_server(application(host), buffer=65_536))
         client = stack.enter_context(unread_stream(gateway))
-        wait_until(lambda: engine.sent > 0, "the engine to begin")
+        wait_until(lambda: engine.bytes_sent > 0, "the engine to begin")
         sent = 0
-        while engine.sent != sent:
-            sent = engine.sent
+        while engine.bytes_sent != sent:
+            sent = engine.bytes_sent
             time.sleep(1.0)
         assert engine.running == 1
-        assert engine.sent < 2_800_000, "the engine was not made to wait"
+        assert engine.bytes_sent < 2_800_000, "the engine was not made to wait"
         read = b""
         while b"[DONE]" not in read[-200:]:
             read += client.recv(1 << 20)
@@ -323,7 +288,7 @@ def test_slow_reader_slows_its_engine_and_gets_everything(
             if event["choices"]
         )
         assert output == long
-        assert engine.sent > 3_500_000
+        assert engine.bytes_sent > 3_500_000
 
 
 @contextmanager

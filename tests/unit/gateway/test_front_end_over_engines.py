@@ -1,6 +1,6 @@
 """The rows of the front end, through a gateway and every kind of engine, over real sockets.
 
-The tests are those of `tests/unit/server/test_front_end.py`, with another host.
+The checks are those of `tests/unit/server/test_front_end.py`, with another host.
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ pytest.importorskip("ollama")
 
 from app_server import run_server
 from fake_engines import KINDS, FakeEngine
-from gateway_in_process import MODEL, Watched
-from starlette.testclient import TestClient
-from test_conversations import test_a_tool_loop_in_a_conversation  # noqa: F401
-from test_front_end import (  # noqa: F401
-    KEY,
+from front_end_checks import (
     SCRIPTS,
-    test_a_tool_loop,
-    test_refusals_have_the_shape_of_their_api,
-    test_the_same_events_over_a_websocket,
+    Loop,
+    by_chat,
+    by_messages,
+    by_ollama,
+    by_responses,
+    check_events_over_websocket,
+    check_refusals,
+    check_tool_loop,
+    check_tool_loop_in_conversation,
 )
+from gateway_in_process import MODEL, CountingGateway
+from scripted_host import KEY
+from starlette.testclient import TestClient
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
 
@@ -36,14 +41,34 @@ WITHOUT_LOGPROBS = ("sglang", "sglang-incremental", "llamacpp")
 
 
 @pytest.fixture(params=KINDS)
-def host(request: pytest.FixtureRequest) -> Iterator[Watched]:
+def host(request: pytest.FixtureRequest) -> Iterator[CountingGateway]:
     """One engine of each kind."""
     engine = FakeEngine(request.param, {**SCRIPTS, URGENT: "B<|return|>"})
     with run_server(engine.app) as url:
-        yield Watched(KEY, (engine, url))
+        yield CountingGateway(KEY, (engine, url))
 
 
-def test_decision_has_its_probability(host: Watched) -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_tool_loop_in_a_conversation(host: CountingGateway, stream: bool) -> None:
+    check_tool_loop_in_conversation(host, stream)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages, by_ollama])
+def test_a_tool_loop(host: CountingGateway, loop: Loop, stream: bool) -> None:
+    check_tool_loop(host, loop, stream)
+
+
+@pytest.mark.parametrize("path", ["chat", "responses", "messages"])
+def test_refusals_have_the_shape_of_their_api(host: CountingGateway, path: str) -> None:
+    check_refusals(host, path)
+
+
+def test_the_same_events_over_a_websocket(host: CountingGateway) -> None:
+    check_events_over_websocket(host)
+
+
+def test_decision_has_its_probability(host: CountingGateway) -> None:
     """Of the two labels, only the one that the engine writes is among its likeliest tokens."""
     question = {"type": "predicate", "instructions": URGENT}
     body = {"model": MODEL, "input": "The checkout fails.", "questions": [question] * 3}

@@ -62,7 +62,7 @@ def test_official_clients_can_search_the_web(stream: bool) -> None:
     pytest.importorskip("lxml")
     import fake_web
 
-    with fake_web.serving() as site:
+    with fake_web.run_site() as site:
         site.search(("Rome", "https://a.example/rome", "It has 20 °C."))
         engine = FakeEngine("vllm", {QUESTION: SEARCHES, "20 °C": FINAL.format("It is warm.")})
         flags = {"model": MODEL, "web_search": f"searxng:{site.url}"}

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from app_server import run_server
-from fake_engines import EXCHANGES, TOP, FakeEngine, logprob_of, with_logprobs
-from gateway_in_process import Watched
+from fake_engines import EXCHANGES, TOP_LOGPROBS, FakeEngine, logprob_of, with_logprobs
+from gateway_in_process import CountingGateway
 from harmony_text import ids_of
 from starlette.testclient import TestClient
 
@@ -54,7 +54,7 @@ def test_every_id_has_its_logprob_and_the_likeliest(kind: str, most: int) -> Non
         assert entry.logprob == logprob_of(entry.token)
         # At vLLM's limit of 20, its endpoint of ids counts an unlikely id as the last of them.
         shown = 19 if (kind, most) == ("vllm-tokens", 20) else most
-        assert entry.top[:shown] == TOP[:shown]
+        assert entry.top[:shown] == TOP_LOGPROBS[:shown]
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -90,10 +90,9 @@ def test_garbage_is_an_output_error(logprobs: Any) -> None:
 
 def post(kind: str, path: str = "/v1/chat/completions", **fields: Any) -> Any:
     engine = FakeEngine(kind, SCRIPTS)
-    with (
-        run_server(engine.app) as url,
-        TestClient(application(Watched(KEY, (engine, url))), base_url="http://localhost") as client,
-    ):
+    with run_server(engine.app) as url:
+        app = application(CountingGateway(KEY, (engine, url)))
+        client = TestClient(app, base_url="http://localhost")
         client.headers["Authorization"] = f"Bearer {KEY}"
         messages = [{"role": "user", "content": "Hello!"}]
         prompt = {"messages": messages} if "chat" in path else {"input": "Hello!"}
@@ -113,7 +112,7 @@ def test_gateway_returns_logprobs(kind: str, fields: dict[str, Any]) -> None:
     assert [entry["logprob"] for entry in content] == [*map(logprob_of, ids_of(TEXT))]
     for token in content:
         assert [entry["logprob"] for entry in token["top_logprobs"]] == [
-            logprob for _, logprob in TOP[:3]
+            logprob for _, logprob in TOP_LOGPROBS[:3]
         ]
         assert token["top_logprobs"][0]["token"] == "<|return|>"
         assert token["top_logprobs"][0]["bytes"] is None

@@ -40,7 +40,7 @@ def test_answer_passes_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_o
                     message = answer.json()["choices"][0]["message"]
                     assert (message["content"], message["reasoning"]) == (TEXT, "Hm.")
                 assert "你好" in answer.text or "\\u4f60" in answer.text
-            wait_until(lambda: host.lent == 0, "the engine's lease")
+            wait_until(lambda: host.leases == 0, "the engine's lease")
     assert engine.prompts.pop(0) == TRIAL
     assert len(engine.prompts) == 2
     assert engine.prompts[0] == engine.prompts[1]

@@ -14,7 +14,7 @@ pytest.importorskip("prometheus_client")
 import fake_engines
 import httpx
 from app_server import run_server
-from fake_engines import EXCHANGES, LISTED, FakeEngine
+from fake_engines import EXCHANGES, METADATA, FakeEngine
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
@@ -125,7 +125,7 @@ def test_prediction_is_not_sent_to_other_engines(
     kind: str, about: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if about is not None:
-        monkeypatch.setitem(LISTED[kind], PATH, about)
+        monkeypatch.setitem(METADATA[kind], PATH, about)
     engine = FakeEngine(kind, SCRIPTS)
     prediction = {"type": "content", "content": "Good day."}
     details, counted = post_chat(engine, stream=False, prediction=prediction)

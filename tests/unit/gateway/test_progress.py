@@ -16,7 +16,7 @@ pytest.importorskip("prometheus_client")
 import httpx
 from app_server import run_server
 from fake_engines import EXCHANGES, FakeEngine, compact
-from gateway_in_process import MODEL, Watched
+from gateway_in_process import MODEL, CountingGateway
 
 from vllm_mlx_harmony.server.app import application
 
@@ -45,7 +45,7 @@ def post_chat(kind: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
     """The text of an answer, and the progress reported before it."""
     with ExitStack() as stack:
         engine = FakeEngine(kind, SCRIPTS)
-        host = Watched("", (engine, stack.enter_context(run_server(engine.app))))
+        host = CountingGateway("", (engine, stack.enter_context(run_server(engine.app))))
         url = stack.enter_context(run_server(application(host)))
         messages = [{"role": "user", "content": "Hello"}]
         body = {"model": MODEL, "messages": messages, "stream": True, **fields}

@@ -23,8 +23,8 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 from app_server import run_server
-from fake_engines import KINDS, LISTED, FakeEngine, Fault
-from gateway_in_process import MODEL, Watched
+from fake_engines import KINDS, METADATA, FakeEngine, Fault
+from gateway_in_process import MODEL, CountingGateway
 from harmony_text import ids_of
 from starlette.applications import Starlette
 from waiting import wait_until
@@ -112,7 +112,7 @@ def test_missing_capabilities_are_reported(
     missing: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(LISTED[kind], path, about)
+    monkeypatch.setitem(METADATA[kind], path, about)
     with run_server(FakeEngine(kind, SCRIPTS).app) as url:
         engine = detect_engine(url)
         assert (engine.dialect.name, engine.capabilities.missing) == (kind, missing)
@@ -175,7 +175,7 @@ def test_plugin_without_id_endpoint_is_refused(
 ) -> None:
     """It is a Harmony server, and every request would fail."""
     monkeypatch.delenv("VLLM_MLX_HARMONY_ID_ENDPOINT", raising=False)
-    other = Watched("", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
+    other = CountingGateway("", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
     with run_server(application(other)) as url:
         expected = "no id endpoint: start it with `vllm-mlx-harmony serve --id-endpoint`"
         with pytest.raises(HostError, match=expected):
@@ -194,7 +194,7 @@ def test_plugin_without_id_endpoint_is_refused(
 
 
 def test_rejected_engine_key_is_reported_with_a_remedy() -> None:
-    other = Watched("the-right-key", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
+    other = CountingGateway("the-right-key", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
     with run_server(application(other)) as url, pytest.raises(HostError, match="set --engine-key"):
         detect_engine(url)
 
@@ -329,7 +329,7 @@ def test_cached_tokens_are_counted_wherever_engines_report_them(kind: str) -> No
     engine = FakeEngine(kind, SCRIPTS, pause=0.02)
     with ExitStack() as stack:
         url = stack.enter_context(run_server(engine.app))
-        base = stack.enter_context(run_server(application(Watched("", (engine, url)))))
+        base = stack.enter_context(run_server(application(CountingGateway("", (engine, url)))))
         answer = httpx.post(base + CHAT, json=USER, timeout=180).json()
         assert answer["choices"][0]["message"]["content"] == "Good day to you."
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
@@ -344,7 +344,7 @@ def test_engine_is_stopped_after_a_stop_string(kind: str) -> None:
     engine = FakeEngine(kind, {"Hello": script}, pause=0.1)
     with ExitStack() as stack:
         url = stack.enter_context(run_server(engine.app))
-        base = stack.enter_context(run_server(application(Watched("", (engine, url)))))
+        base = stack.enter_context(run_server(application(CountingGateway("", (engine, url)))))
         answer = httpx.post(base + CHAT, json={**USER, "stop": [" two"]}, timeout=180).json()
         assert answer["choices"][0]["message"]["content"] == "One"
         wait_until(lambda: engine.running == 0, "the engine to be stopped")
@@ -431,7 +431,7 @@ def test_web_search_is_run(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lxml")
     import fake_web
 
-    with fake_web.serving() as site, ExitStack() as stack:
+    with fake_web.run_site() as site, ExitStack() as stack:
         site.search(("Rome", "https://a.example/rome", "It has 20 °C."))
         flags = {"model": MODEL, "web_search": f"searxng:{site.url}"}
         engine = FakeEngine(
@@ -487,7 +487,7 @@ def test_reasoning_ends_at_its_budget(kind: str) -> None:
     with ExitStack() as stack:
         engine = EndlessThinker(kind, {})
         url = stack.enter_context(run_server(engine.app))
-        host = Watched("", (engine, url))
+        host = CountingGateway("", (engine, url))
         base = stack.enter_context(run_server(application(host)))
         request = {**USER, "thinking_token_budget": 10, "max_tokens": 500}
         answer = httpx.post(base + CHAT, json=request, timeout=180).json()
@@ -505,7 +505,7 @@ def test_unenforceable_request_is_refused() -> None:
     with ExitStack() as stack:
         engine = FakeEngine("llamacpp", SCRIPTS)
         url = stack.enter_context(run_server(engine.app))
-        host = Watched("", (engine, url))
+        host = CountingGateway("", (engine, url))
         base = stack.enter_context(run_server(application(host)))
         for fields in (
             {"tools": [TOOL]},
@@ -527,7 +527,7 @@ def test_engine_with_grammars_gets_them() -> None:
     with ExitStack() as stack:
         engine = FakeEngine("vllm-mlx", SCRIPTS)
         url = stack.enter_context(run_server(engine.app))
-        base = stack.enter_context(run_server(application(Watched("", (engine, url)))))
+        base = stack.enter_context(run_server(application(CountingGateway("", (engine, url)))))
         request = {**USER, "response_format": {"type": "json_object"}}
         assert httpx.post(base + CHAT, json=request, timeout=180).status_code == 200
     assert engine.bodies[0]["grammar"].startswith("start: ")

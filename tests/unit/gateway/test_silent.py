@@ -15,7 +15,7 @@ pytest.importorskip("prometheus_client")
 
 from app_server import run_server
 from fake_engines import EXCHANGES, FakeEngine, Fault, compact
-from gateway_in_process import MODEL, Watched
+from gateway_in_process import MODEL, CountingGateway
 from waiting import wait_until, wait_until_async
 
 from vllm_mlx_harmony.gateway import fleet
@@ -35,7 +35,9 @@ class Deployment:
     def __init__(self, stack: ExitStack, *engines: FakeEngine, **options: Any) -> None:
         self.engines = engines
         urls = [stack.enter_context(run_server(engine.app)) for engine in engines]
-        self.host = Watched("", *zip(engines, urls, strict=True), **{"rule": QUICK, **options})
+        self.host = CountingGateway(
+            "", *zip(engines, urls, strict=True), **{"rule": QUICK, **options}
+        )
         self.url = stack.enter_context(run_server(_GatewayApp(self.host, application(self.host))))
         self.healthy = urls[-1]
 
@@ -154,7 +156,7 @@ def test_slow_prompt_is_no_failure() -> None:
         slow.pause = 0.1
         slow.scripts["Question"] = "<|channel|>final<|message|>" + "word " * 60 + "<|return|>"
         slow.faults[:] = [Fault(), Fault(then="wait", after=0)]
-        slow.waits = 4.0  # twice the patience, in which the other answer goes on
+        slow.wait_seconds = 4.0  # twice the patience, in which the other answer goes on
         before = len(slow.prompts)
         assert deployment.ask([first, second]) == [200, 200]
         assert len(slow.prompts) == before + 2
@@ -193,7 +195,7 @@ def test_progress_that_advances_ends_a_silence(
 def test_only_engine_is_waited_for() -> None:
     """There is nothing to gain: its next id may come before the deadline."""
     with ExitStack() as stack:
-        slow = FakeEngine("vllm", SCRIPTS, faults=[Fault(then="wait", after=0)], waits=4.0)
+        slow = FakeEngine("vllm", SCRIPTS, faults=[Fault(then="wait", after=0)], wait_seconds=4.0)
         deployment = Deployment(stack, slow, timeout=180.0)
         assert deployment.ask([1]) == [200]
         assert len(slow.prompts) == 1

@@ -12,9 +12,9 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 from app_server import run_server
+from deployment import BODIES, TEXT, Deployment
 from fake_engines import KINDS, FakeEngine
-from gateway_in_process import MODEL, Watched
-from test_faults import BODIES, TEXT, Deployment
+from gateway_in_process import MODEL, CountingGateway
 from waiting import wait_until
 
 from vllm_mlx_harmony.cli.process import free_port
@@ -136,7 +136,7 @@ def test_clients_do_not_see_the_address_of_an_engine(
     port = free_port()
     engine = FakeEngine("vllm", {"Hello": TEXT})
     with ExitStack() as stack:
-        host = Watched("", (engine, f"http://127.0.0.1:{port}"))
+        host = CountingGateway("", (engine, f"http://127.0.0.1:{port}"))
         url = stack.enter_context(run_server(application(host)))
         answer = httpx.post(url + path, json={"model": MODEL, **BODIES[path]}, timeout=60)
     assert answer.status_code == 503

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from anthropic_checker import checked
+from anthropic_checker import check_stream
 
 Stream = list[tuple[str, dict[str, Any]]]
 
@@ -58,7 +58,7 @@ GOOD: Stream = [
 
 
 def run(stream: Stream) -> dict[str, Any]:
-    return checked([(name, json.dumps(document)) for name, document in stream]).message
+    return check_stream([(name, json.dumps(document)) for name, document in stream]).message
 
 
 def without(*places: int) -> Stream:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from anthropic_checker import Checker, checked
+from anthropic_checker import Checker, check_stream
 from ciphers import Reverse
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +65,7 @@ def accumulate(events: Iterable[Event]) -> Message:
 
 
 def check(events: Iterable[Event]) -> Checker:
-    return checked([(event.name, event.data) for event in events])
+    return check_stream([(event.name, event.data) for event in events])
 
 
 def outline(message: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -131,7 +131,7 @@ def test_pings_change_nothing(row: Row) -> None:
         for event in events
         for frame in (("ping", '{"type":"ping"}'), (event.name, event.data))
     ]
-    assert checked(pinged).message == check(events).message
+    assert check_stream(pinged).message == check(events).message
 
 
 @st.composite

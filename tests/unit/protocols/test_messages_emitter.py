@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from anthropic_checker import checked, prompt_tokens
+from anthropic_checker import check_stream, prompt_tokens
 from ciphers import Tagged
 
 from vllm_mlx_harmony.core.deltas import (
@@ -188,7 +188,9 @@ def expected_message(content: list[dict[str, Any]], reason: str) -> dict[str, An
 
 @EVERY_ROW
 def test_row_is_streamed(deltas: list[Delta], content: list[Any], reason: str) -> None:
-    assert checked(as_pairs(stream_events(deltas))).message == expected_message(content, reason)
+    assert check_stream(as_pairs(stream_events(deltas))).message == expected_message(
+        content, reason
+    )
 
 
 @EVERY_ROW
@@ -220,7 +222,7 @@ DISPLAYED: dict[Display, list[dict[str, Any]]] = {
 def test_thinking_is_displayed_as_requested(thinking: Display, content: list[Any]) -> None:
     deltas = turn(reasoning("a", "b"), preamble("c"), call("f", "{}"), end=CALLS)
     assert collect(deltas, thinking)["content"] == content
-    assert checked(as_pairs(stream_events(deltas, thinking))).message["content"] == content
+    assert check_stream(as_pairs(stream_events(deltas, thinking))).message["content"] == content
 
 
 def test_stream_has_expected_events() -> None:
@@ -283,7 +285,7 @@ def test_prompt_usage_adds_up_to_counted_tokens(cached: int, cached_at_start: in
     for usage in (start, collect(deltas)["usage"]):
         assert prompt_tokens(usage) == token_count(80)["input_tokens"]
     assert collect(deltas)["usage"]["cache_read_input_tokens"] == cached
-    assert checked(as_pairs(stream_events(deltas))).message == collect(deltas)
+    assert check_stream(as_pairs(stream_events(deltas))).message == collect(deltas)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3], ids=["at once", "after the start", "in the answer"])
@@ -294,7 +296,7 @@ def test_failure_in_stream_is_error_event(count: int) -> None:
     assert before == stream_events(deltas)
     assert error.name == "error"
     assert json.loads(error.data) == error_body(failure, request_id(INFO.id_seed))
-    assert checked(as_pairs([*before, error])).error == error_body(failure)["error"]
+    assert check_stream(as_pairs([*before, error])).error == error_body(failure)["error"]
 
 
 def test_failure_without_stream_is_raised() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from anthropic_checker import checked
+from anthropic_checker import check_stream
 from ciphers import Tagged
 from harmony_text import ids_of
 
@@ -149,7 +149,7 @@ def generate(request: MessagesRequest, output: str, *, stream: bool) -> tuple[di
     events = [event for delta in deltas for event in emitter.feed(delta)]
     if not stream:
         return emitter.result(), context
-    return checked((event.name, event.data) for event in events).message, context
+    return check_stream((event.name, event.data) for event in events).message, context
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -284,7 +284,7 @@ def test_client_disconnect_ends_all_choices() -> None:
         await chunks.close()
         assert isinstance(host.engine, Seeded)
         for _ in range(1000):
-            if not (host.engine.running or host.lent):
+            if not (host.engine.running or host.leases):
                 return
             await asyncio.sleep(0.01)
         raise AssertionError("they go on")

@@ -11,14 +11,13 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("openai")
 
+import front_end_checks
 import openai
-from harmony_text import ids_of
+from front_end_checks import check_tool_loop_in_conversation, create_response
 from loops import run
 from official_clients import clients
 from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
-from test_front_end import CALL, REPLY
-from test_front_end import SCRIPTS as FRONT_END
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
@@ -30,12 +29,11 @@ from vllm_mlx_harmony.server.storage.store import ResourceKey
 pytestmark = pytest.mark.usefixtures("no_grammars")
 
 SCRIPTS = {
-    **FRONT_END,
+    **front_end_checks.SCRIPTS,
     "Hello!": "<|channel|>analysis<|message|>They greet.<|end|><|start|>assistant"
     "<|channel|>final<|message|>Good day.<|return|>",
     "And now?": "<|channel|>final<|message|>Still here.<|return|>",
 }
-WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
 SYSTEM = {"type": "message", "role": "developer", "content": "Be brief."}
 
 
@@ -69,13 +67,6 @@ def run_with_client(
         await test(client)
 
     run(call_test())
-
-
-async def create_response(client: Any, *, stream: bool, **fields: Any) -> Any:
-    if not stream:
-        return await client.responses.create(model=MODEL, **fields)
-    async with client.responses.stream(model=MODEL, **fields) as events:
-        return await events.get_final_response()
 
 
 def test_items_are_added_listed_and_deleted(host: SingleEngineHost) -> None:
@@ -156,26 +147,12 @@ def test_responses_are_added_to_conversation(host: SingleEngineHost, stream: boo
         "<|start|>assistant<|channel|>final<|message|>Good day.<|end|>"
         "<|start|>user<|message|>And now?<|end|><|start|>assistant"
     )
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_tool_loop_in_a_conversation(host: SingleEngineHost, stream: bool) -> None:
-    """The prompt continues exactly where the model stopped."""
-
-    async def test(client: Any) -> None:
-        conversation = await client.conversations.create()
-        options: Any = {"conversation": conversation.id, "tools": [WEATHER], "stream": stream}
-        first = await create_response(client, **options, input="How is the weather?")
-        call = first.output[-1]
-        result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"}
-        second = await create_response(client, **options, input=[result])
-        assert second.output_text == REPLY
-
-    run_with_client(test, host)
-    first, second = host.engine.prompts  # type: ignore[attr-defined]
-    generated = (*first, *ids_of(CALL))
-    assert second[: len(generated)] == generated
+    check_tool_loop_in_conversation(host, stream)
 
 
 def test_input_is_optional(host: SingleEngineHost) -> None:

@@ -298,7 +298,7 @@ def test_editor_reads_file(host: SingleEngineHost, wire: TestClient, name: str) 
     before, after = host.engine.prompts  # type: ignore[attr-defined]
     continued = (*before, *ids_of(CALL))
     assert after[: len(continued)] == continued
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 @pytest.mark.parametrize("name", EDITORS)

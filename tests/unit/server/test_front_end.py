@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -22,10 +20,24 @@ import anthropic
 import ollama
 import openai
 from event_checker import check_documents
+from front_end_checks import (
+    ANSWER,
+    CALL,
+    CITY,
+    REPLY,
+    SCRIPTS,
+    Loop,
+    by_chat,
+    by_messages,
+    by_ollama,
+    by_responses,
+    check_events_over_websocket,
+    check_refusals,
+    check_tool_loop,
+)
 from harmony_text import ids_of
 from loops import run
 from official_clients import clients, ollama_client
-from openai.lib.streaming.chat import ChatCompletionStreamState
 from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
 from waiting import wait_until_async
@@ -42,20 +54,7 @@ from vllm_mlx_harmony.server.storage.store import StoredResponse
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
 
-CALL = (
-    "<|channel|>analysis<|message|>They ask for the weather.<|end|>"
-    "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-    '{"city":"Paris"}<|call|>'
-)
-ANSWER = "<|channel|>analysis<|message|>Sunny.<|end|><|start|>assistant<|channel|>final<|message|>"
-SCRIPTS = {
-    "How is the weather?": CALL,
-    "18 degrees": f"{ANSWER}It is 18 °C: très doux ☀.<|return|>",
-    "Hello!": "<|channel|>final<|message|>Good day.<|return|>",
-}
-REPLY = "It is 18 °C: très doux ☀."
 USER = [{"role": "user", "content": "Hello!"}]
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
 @pytest.fixture(params=[1, 3, 1000])
@@ -64,127 +63,10 @@ def host(request: pytest.FixtureRequest) -> SingleEngineHost:
     return SingleEngineHost(ScriptedEngine(SCRIPTS, request.param))
 
 
-async def by_chat(
-    host: SingleEngineHost, stream: bool, name: str = "weather"
-) -> tuple[str, str, str]:
-    client, _ = clients(host)
-    tool = {"name": name, "description": "Tells the weather.", "parameters": CITY}
-    options: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": tool}]}
-    messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
-
-    async def turn() -> Any:
-        if not stream:
-            return (
-                (await client.chat.completions.create(**options, messages=messages))
-                .choices[0]
-                .message
-            )
-        state = ChatCompletionStreamState()  # the client's stream() takes strict tools only
-        async for chunk in await client.chat.completions.create(
-            **options, messages=messages, stream=True
-        ):
-            state.handle_chunk(chunk)
-        return state.get_final_completion().choices[0].message
-
-    first = await turn()
-    (call,) = first.tool_calls
-    messages += [
-        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
-        {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"},
-    ]
-    second = await turn()
-    return call.function.name, call.function.arguments, second.content
-
-
-async def by_responses(
-    host: SingleEngineHost, stream: bool, name: str = "weather"
-) -> tuple[str, str, str]:
-    client, _ = clients(host)
-    tool = {"type": "function", "name": name, "parameters": CITY, "strict": False}
-
-    async def turn(**options: Any) -> Any:
-        options = {"model": MODEL, "tools": [tool], **options}
-        if not stream:
-            return await client.responses.create(**options)
-        async with client.responses.stream(**options) as events:
-            return await events.get_final_response()
-
-    first = await turn(input="How is the weather?")
-    call = first.output[-1]
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"}
-    second = await turn(input=[result], previous_response_id=first.id)
-    stored = await client.responses.retrieve(second.id)
-    assert stored.output_text == second.output_text
-    return call.name, call.arguments, second.output_text
-
-
-async def by_messages(
-    host: SingleEngineHost, stream: bool, name: str = "weather"
-) -> tuple[str, str, str]:
-    _, client = clients(host)
-    tool = {"name": name, "input_schema": CITY}
-    messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
-    options: dict[str, Any] = {"model": MODEL, "max_tokens": 500, "tools": [tool]}
-
-    async def turn() -> Any:
-        if not stream:
-            return await client.messages.create(**options, messages=messages)
-        async with client.messages.stream(**options, messages=messages) as events:
-            return await events.get_final_message()
-
-    first = await turn()
-    call = first.content[-1]
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": "18 degrees"}
-    messages += [
-        {"role": "assistant", "content": [block.model_dump() for block in first.content]},
-        {"role": "user", "content": [result]},
-    ]
-    second = await turn()
-    return call.name, json.dumps(call.input, separators=(",", ":")), second.content[-1].text
-
-
-async def by_ollama(
-    host: SingleEngineHost, stream: bool, name: str = "weather"
-) -> tuple[str, str, str]:
-    client = ollama_client(host)
-    function = {"name": name, "description": "Tells the weather.", "parameters": CITY}
-    messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
-
-    async def turn() -> Any:
-        options: Any = {"model": MODEL, "messages": messages, "tools": [{"function": function}]}
-        if not stream:
-            return (await client.chat(**options)).message
-        lines = [line.message async for line in await client.chat(**options, stream=True)]
-        calls = [call for line in lines for call in line.tool_calls or ()]
-        texts = {
-            field: "".join(getattr(line, field) or "" for line in lines)
-            for field in ("content", "thinking")
-        }
-        return ollama.Message(role="assistant", tool_calls=calls, **texts)
-
-    first = await turn()
-    (call,) = first.tool_calls
-    messages += [first, {"role": "tool", "tool_name": name, "content": "18 degrees"}]
-    second = await turn()
-    arguments = json.dumps(call.function.arguments, separators=(",", ":"))
-    return call.function.name, arguments, second.content
-
-
-Loop = Callable[..., Awaitable[tuple[str, str, str]]]
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages, by_ollama])
 def test_a_tool_loop(host: SingleEngineHost, loop: Loop, stream: bool) -> None:
-    result = run(loop(host, stream))
-    assert result == ("weather", '{"city":"Paris"}', REPLY)
-    assert host.lent == 0
-    assert [tracker.results[0] for tracker in host.trackers] == ["success"] * 2
-    # The second prompt begins with the first and the generated ids, including the reasoning, which
-    # the Chat client does not send back.
-    first, second = host.engine.prompts  # type: ignore[attr-defined]
-    generated = (*first, *ids_of(CALL))
-    assert second[: len(generated)] == generated
+    check_tool_loop(host, loop, stream)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -278,7 +160,7 @@ def test_compacted_conversation_continues(how: str) -> None:
         assert more.output_text == "More, then."
 
     run(test())
-    assert host.lent == 0
+    assert host.leases == 0
     first, _, last = (vocab.encoding().decode(list(prompt)) for prompt in host.engine.prompts)  # type: ignore[attr-defined]
     assert "type weather = " in first  # the prefix cache of the conversation is used
     assert f"<|start|>user{GOES_ON}<|start|>user<|message|>More.<|end|>" in last
@@ -306,7 +188,7 @@ def test_compaction_of_stored_conversation_keeps_user_messages() -> None:
         assert answer.output_text == "I remember."
 
     run(test())
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 def test_websocket_compacts_conversation() -> None:
@@ -341,19 +223,11 @@ def test_compaction_without_summary_fails(stream: bool) -> None:
         assert [event.type for event in events[-1:]] == ["response.failed"]
 
     run(test())
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 def test_the_same_events_over_a_websocket(host: SingleEngineHost) -> None:
-    bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
-    create = {"type": "response.create", "model": MODEL, "input": "Hello!"}
-    with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
-        socket.send_json(create)
-        events = [socket.receive_json()]
-        while events[-1]["type"] != "response.completed":
-            events.append(socket.receive_json())
-    response = check_documents(events)
-    assert response["output"][-1]["content"][0]["text"] == "Good day."
+    check_events_over_websocket(host)
 
 
 def test_closed_websocket_frees_its_responses(host: SingleEngineHost) -> None:
@@ -528,27 +402,7 @@ def test_server_can_refuse_pictures(path: str, where: str, stream: bool) -> None
 
 @pytest.mark.parametrize("path", ["chat", "responses", "messages"])
 def test_refusals_have_the_shape_of_their_api(host: SingleEngineHost, path: str) -> None:
-    async def create(key: str = KEY, **fields: Any) -> Any:
-        openai_client, anthropic_client = clients(host, key)
-        user: Any = [{"role": "user", "content": "Hello!"}]
-        options: dict[str, Any] = {"model": MODEL, **fields}
-        if path == "chat":
-            return await openai_client.chat.completions.create(messages=user, **options)
-        if path == "responses":
-            return await openai_client.responses.create(input="Hello!", **options)
-        return await anthropic_client.messages.create(messages=user, **{"max_tokens": 9, **options})
-
-    errors: Any = anthropic if path == "messages" else openai
-    count = "top_logprobs" if path == "responses" else "top_k"
-    for error, request in [
-        (errors.AuthenticationError, create("wrong")),
-        (errors.NotFoundError, create(model="nobody")),
-        (errors.BadRequestError, create(extra_body={count: -2})),
-    ]:
-        with pytest.raises(error) as refused:
-            asyncio.run(request)
-        assert refused.value.body is not None
-    assert host.lent == 0
+    check_refusals(host, path)
 
 
 LONG = "word " * 1100
@@ -611,7 +465,7 @@ def test_error_for_long_prompt_names_context_length(
     message = answer.json()["error"]["message"]
     assert TOO_LONG[path] in message
     assert any(int(number) > 10_000 for number in re.findall("[0-9]+", message))
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 def test_expensive_work_runs_outside_event_loop(
@@ -708,12 +562,12 @@ def test_engine_is_not_released_during_step(how: str) -> None:
         else:
             host.answers.end_all(HostError("the server is shutting down", code="shutting_down"))
         done, _ = await asyncio.wait({task}, timeout=60)
-        lent = host.lent
+        leases = host.leases
         computed.set()  # before any assertion, so that the step ends even if one fails
-        assert done and lent == 1
+        assert done and leases == 1
         with pytest.raises(openai.APIStatusError):
             await task
-        await wait_until_async(lambda: host.lent == 0, "the lease")
+        await wait_until_async(lambda: host.leases == 0, "the lease")
 
     run(test())
 
@@ -754,7 +608,7 @@ def test_expired_timeout_is_counted(stream: bool, recwarn: pytest.WarningsRecord
     body = {"model": MODEL, "messages": user, "timeout": 1e-9, "stream": stream}
     late = client.post("/v1/chat/completions", json=body)
     assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
-    assert (host.lent, [tracker.results for tracker in host.trackers]) == (0, [["timeout"]])
+    assert (host.leases, [tracker.results for tracker in host.trackers]) == (0, [["timeout"]])
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
 
 

@@ -127,7 +127,7 @@ def test_timeout_is_counted_as_timeout(path: str, body: dict[str, Any]) -> None:
     assert answer.status_code == 504
     assert "timed out" in answer.text
     assert [tracker.results[0] for tracker in host.trackers] == ["timeout"]
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 class Watches(SingleEngineHost):
@@ -281,7 +281,7 @@ def test_stream_restores_write_buffer_limits(
     host = SingleEngineHost(ScriptedEngine(SCRIPTS))
     response = client(host).post("/v1/chat/completions", json={**CHAT, "stream": True})
     assert response.text.endswith("data: [DONE]\n\n")
-    assert (transport.limits, host.lent) == (limits, 0)
+    assert (transport.limits, host.leases) == (limits, 0)
 
 
 class Fails:
@@ -315,4 +315,4 @@ def test_failing_observer_changes_no_answer(method: str, stream: bool) -> None:
     assert response.status_code == 200
     assert "Good" in response.text and ("[DONE]" in response.text) is stream
     assert host.trackers[0].results == ["success"]
-    assert host.lent == 0
+    assert host.leases == 0

@@ -65,7 +65,7 @@ def test_endpoint_is_off_by_default(
     for answer in (client(host).get(PATH), client(host).post(PATH, json=body)):
         assert answer.status_code == 404
         assert ID_ENDPOINT_VARIABLE in answer.json()["error"]["message"]
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 @pytest.mark.parametrize("requested", [False, True])
@@ -90,7 +90,7 @@ def test_all_generated_ids_are_sent(host: SingleEngineHost) -> None:
     assert tuple(token for event in stream for token in event["ids"]) == ids_of(SCRIPT)
     assert [event["finish"] for event in stream if event["finish"]] == ["stop"]
     assert host.engine.prompts == [tuple(PROMPT)]  # type: ignore[attr-defined]
-    assert (host.lent, host.trackers[0].results[0]) == (0, "success")
+    assert (host.leases, host.trackers[0].results[0]) == (0, "success")
 
 
 def test_token_limit_finishes_with_length(host: SingleEngineHost) -> None:
@@ -123,7 +123,7 @@ def test_invalid_field_is_named(host: SingleEngineHost, fields: dict[str, Any], 
     answer = client(host).post(PATH, json=body)
     assert answer.status_code in (400, 404)
     assert answer.json()["error"]["param"] == param
-    assert (host.lent, host.trackers) == (
+    assert (host.leases, host.trackers) == (
         0,
         [],
     )  # a tracker that never finishes would count as running

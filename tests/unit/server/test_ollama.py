@@ -95,7 +95,7 @@ def test_generate_answers_prompt(host: HostWithContextLength, stream: bool) -> N
         return thinking, "".join(line.response for line in lines), lines[-1].done_reason
 
     assert asyncio.run(test()) == ("They greet.", "Good day.", "stop")
-    assert host.lent == 0
+    assert host.leases == 0
     assert [tracker.api for tracker in host.trackers] == ["ollama_generate"]
 
 
@@ -117,7 +117,7 @@ def test_request_without_prompt_loads_model(
     answer = wire.post(f"/api/{path}", json={"model": "gpt-oss:20b", "keep_alive": "5m"}).json()
     assert (answer["model"], answer["done"], answer["done_reason"]) == ("gpt-oss:20b", True, "load")
     assert host.engine.prompts == []  # type: ignore[attr-defined]
-    assert host.lent == 0
+    assert host.leases == 0
     assert wire.post(f"/api/{path}", json={"model": "llama3"}).status_code == 404
     assert wire.post(f"/api/{path}", json={"model": MODEL, "think": 1}).status_code == 400
 
@@ -212,4 +212,4 @@ def test_stream_error_reaches_official_client(host: HostWithContextLength) -> No
 
     with pytest.raises(ollama.ResponseError, match="internal error"):
         asyncio.run(test())
-    assert host.lent == 0
+    assert host.leases == 0

@@ -252,7 +252,7 @@ def test_control_request_ends_reasoning(path: str, monkeypatch: pytest.MonkeyPat
     assert verdict == {"success": True}
     assert "Well." in text and '"reasoning_ended_by":"request"' in text
     assert host.reasons == ["request"]
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 @pytest.mark.usefixtures("no_grammars")

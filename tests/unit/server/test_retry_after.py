@@ -120,7 +120,7 @@ def test_websocket_error_event_has_retry_after_header(
             assert (event["type"], event["status"]) == ("error", status)
             headers = None if expected is None else {"Retry-After": expected}
             assert event.get("headers") == headers
-            assert host.lent == 0
+            assert host.leases == 0
 
     asyncio.run(check_event())
 

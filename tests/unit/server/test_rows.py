@@ -18,7 +18,7 @@ pytest.importorskip("anthropic")
 pytest.importorskip("ollama")
 
 
-from anthropic_checker import checked
+from anthropic_checker import check_stream
 from event_checker import check, from_wire
 from official_clients import clients, ollama_client
 from openai.lib.streaming.chat import ChatCompletionStreamState
@@ -128,7 +128,7 @@ def test_messages_match_row(front: Front, row: Row) -> None:
     answer = front.wire[3].post("/v1/messages", json={**request, "stream": True})
     blocks = [block.split("\n") for block in answer.text.split("\n\n") if block[:1] == "e"]
     events = [(name[len("event: ") :], data[len("data: ") :]) for name, data in blocks]
-    assert checked(events).error is None
+    assert check_stream(events).error is None
 
     async def test() -> None:
         whole = await front.clients[1000][1].messages.create(**request)

@@ -87,7 +87,7 @@ def test_tokens_of_messages_match_prompt(host: HostWithContextLength, wire: Test
     assert tokens["count"] == len(prompt)
     text = wire.post("/detokenize", json={"tokens": prompt}).json()["prompt"]
     assert ids_of(text) == prompt
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 ERRORS: list[tuple[str, object, str | None]] = [
@@ -110,7 +110,7 @@ def test_error_names_field(
     response = wire.post(path, json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 def test_long_texts_are_limited(wire: TestClient) -> None:

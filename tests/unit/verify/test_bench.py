@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from faulty_server import BookEngine, Fault, Reply, serving
+from faulty_server import BookEngine, Fault, Reply, run_faulty_server
 from scripted_host import KEY
 
 from vllm_mlx_harmony.__main__ import main
@@ -28,7 +28,7 @@ def engine(*scripts: Script) -> BookEngine:
 
 def test_bench_measures_all_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(tmp_path / name) for name in ("a.json", "a.html")]
-    with serving(engine=engine(TALE, SHORT)) as url:
+    with run_faulty_server(engine=engine(TALE, SHORT)) as url:
         code = main(["bench", url, *ANY, "--json", files[0], "--html", files[1]])
     shown = capsys.readouterr().out
     assert code == 0, shown
@@ -60,7 +60,7 @@ def test_bench_measures_all_that_fits(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_failed_measurement_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """An answer of one word has no speed; the other measurements are made."""
-    with serving(engine=engine(SHORT)) as url:
+    with run_faulty_server(engine=engine(SHORT)) as url:
         assert main(["bench", url, *ANY, "--longest", "1000"]) == 1
     shown = capsys.readouterr().out
     assert shown.count("✗ speed of 1 at once: an answer with fewer than two tokens") == 1
@@ -81,7 +81,7 @@ def test_unmeasurable_server_is_error(name: str, capsys: pytest.CaptureFixture[s
         lambda method, path, body: "messages" in body,
         reply=lambda response: Reply(response.status, response.text.replace(old, new)),
     )
-    with serving(fault, engine(SHORT)) as url:
+    with run_faulty_server(fault, engine(SHORT)) as url:
         assert main(["bench", url, *ANY]) == 2
     assert problem in capsys.readouterr().err
 

@@ -8,7 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from faulty_server import TIMES, BookEngine, Deaf, Fault, Reply, Request, outcomes, serving, stream
+from faulty_server import (
+    TIMES,
+    BookEngine,
+    Deaf,
+    Fault,
+    Reply,
+    Request,
+    outcomes,
+    run_faulty_server,
+    stream,
+)
 
 from vllm_mlx_harmony.verify import wire
 from vllm_mlx_harmony.verify.values import Ask
@@ -256,7 +266,7 @@ def _times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_times")
 def test_server_without_fault_passes_all_checks() -> None:
-    with serving(engine=BookEngine(slow=True)) as url:
+    with run_faulty_server(engine=BookEngine(slow=True)) as url:
         results = outcomes(url)
     assert {
         name: outcome.problem for name, outcome in results.items() if outcome.state != "passed"
@@ -273,7 +283,7 @@ def test_each_check_has_fault() -> None:
 def test_fault_fails_only_its_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "FREED_WITHIN_SECONDS", 0.1)
     check = f"wire.{name.partition(',')[0]}"
-    with serving(ALL[name]) as url:
+    with run_faulty_server(ALL[name]) as url:
         results = outcomes(url, check.rpartition(".")[0])
     fast = {f"wire.{api}.kept" for api in APIS}  # unsupported where a prompt takes no time
     bad = [
@@ -289,7 +299,7 @@ def test_fault_fails_only_its_check(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_comments_do_not_count_as_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without pings, a stream only has comments with the progress of the prompt."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "0")
-    with serving(engine=BookEngine(slow=True)) as url:
+    with run_faulty_server(engine=BookEngine(slow=True)) as url:
         results = outcomes(url, "*.waiting", "*.kept")
     states = {name: outcome.state for name, outcome in results.items()}
     assert states == {
@@ -301,7 +311,7 @@ def test_comments_do_not_count_as_events(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("_times")
 def test_forgotten_cancelled_prompt_fails_check() -> None:
-    with serving(engine=BookEngine(slow=True, forgets=True)) as url:
+    with run_faulty_server(engine=BookEngine(slow=True, forgets=True)) as url:
         results = outcomes(url, "*.waiting", "*.kept")
     states = {name: outcome.state for name, outcome in results.items()}
     assert states == {

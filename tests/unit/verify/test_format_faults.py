@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from faulty_server import Fault, Request, outcomes, serving
+from faulty_server import Fault, Request, outcomes, run_faulty_server
 
 from vllm_mlx_harmony.verify import checks, loop
 from vllm_mlx_harmony.verify import format as formats
@@ -59,7 +59,7 @@ def test_only_checks_of_swapped_prompts_fail(api: str, half: int) -> None:
         body.clear()
         body.update(json.loads(text))
 
-    with serving(Fault(lambda method, path, body: "model" in body, request=swap)) as url:
+    with run_faulty_server(Fault(lambda method, path, body: "model" in body, request=swap)) as url:
         results = passed(url, f"format.{api}")
     failing = {name.split(".")[2] for name, right in results.items() if not right}
     assert failing == set(broken)
@@ -196,7 +196,7 @@ BESIDE = ("choice-*", "reasoning-*", "system-*", "call-forecast", "remembers", "
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_fails_only_its_checks(kind: str, api: str) -> None:
     fault, expected = KINDS[kind]
-    with serving(fault) as url:
+    with run_faulty_server(fault) as url:
         results = passed(url, *(f"*.{api}.{names}" for names in BESIDE))
     failing = {name.replace(f".{api}", "") for name, right in results.items() if not right}
     assert failing == expected
@@ -214,7 +214,7 @@ def test_repeated_checks_count_each_run() -> None:
         return meant and calls.count(True) % 2 == 0
 
     fault = Fault(every_other, request=cut)
-    with serving(fault) as url:
+    with run_faulty_server(fault) as url:
         results = outcomes(url, "format.chat.call-forecast", "wire.chat.bad-json", repeat=4)
     forecast, other = results["format.chat.call-forecast"], results["wire.chat.bad-json"]
     assert (forecast.state, forecast.passed, forecast.runs) == ("failed", 2, 4)

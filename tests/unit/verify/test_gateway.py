@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from app_server import run_server
-from faulty_server import TIMES, BookEngine, outcomes, serving
+from faulty_server import TIMES, BookEngine, outcomes, run_faulty_server
 from scripted_host import KEY, MODEL
 
 from vllm_mlx_harmony.gateway.app import gateway
@@ -24,7 +24,7 @@ def test_all_checks_pass_through_gateway(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "1")
     for name, seconds in TIMES.items():
         monkeypatch.setattr(wire, name, seconds)
-    with serving(engine=BookEngine(slow=True)) as url:
+    with run_faulty_server(engine=BookEngine(slow=True)) as url:
         keys = (Key("test", digest(KEY)),)
         settings = GatewaySettings(engines=(Spec(url, key=KEY),), keys=keys, model=MODEL)
         with run_server(gateway(settings)) as base:

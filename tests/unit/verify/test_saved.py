@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_server import Fault, Reply, serving
+from faulty_server import Fault, Reply, run_faulty_server
 from scripted_host import KEY
 
 from vllm_mlx_harmony.__main__ import main
@@ -28,7 +28,7 @@ def test_saved_cases_pass_and_fail(
 ) -> None:
     files = [save_case(tmp_path, api, stream=stream) for api in APIS]
     command = [part for file in files for part in ("--case", file)]
-    with serving() as url:
+    with run_faulty_server() as url:
         assert main(["verify", url, "--key", KEY, *command]) == 0
     shown = capsys.readouterr().out
     assert "3 passed" in shown and "case" in shown
@@ -38,7 +38,7 @@ def test_saved_cases_pass_and_fail(
             response.status, response.text.replace("get_time", "get_date")
         ),
     )
-    with serving(other) as url:
+    with run_faulty_server(other) as url:
         assert main(["verify", url, "--key", KEY, *command]) == 1
     shown = capsys.readouterr().out
     assert "3 failed" in shown and shown.count("a call to 'get_date', which is not offered") == 3

@@ -11,10 +11,11 @@ pytest.importorskip("agents")
 
 import agents
 from agents import memory
+from harmony_text import text_of
 from local_tool_servers import weather
 from loops import run
 from scripted_host import MODEL
-from test_responses_loop import LAST, client, serving, text_of
+from tool_loop import LAST, client, host_with_tools
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
 
@@ -33,7 +34,7 @@ def make_agent(api: Any, **tool: Any) -> Any:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_hosted_tool_runs_on_server(stream: bool) -> None:
-    host = serving(weather(), scripts={"Rome: 20 °C": LAST})
+    host = host_with_tools(weather(), scripts={"Rome: 20 °C": LAST})
 
     async def run_agent() -> Any:
         agent = make_agent(client(host), config={"require_approval": "never"})
@@ -53,7 +54,7 @@ def test_hosted_tool_runs_on_server(stream: bool) -> None:
 @pytest.mark.parametrize("approve", [True, False])
 def test_callback_approves_or_rejects_call(approve: bool) -> None:
     server = weather()
-    host = serving(server, scripts={"Rome: 20 °C": LAST})
+    host = host_with_tools(server, scripts={"Rome: 20 °C": LAST})
 
     def answer(request: Any) -> Any:
         assert request.data.name == "now"
@@ -64,14 +65,14 @@ def test_callback_approves_or_rejects_call(approve: bool) -> None:
         return await agents.Runner.run(agent, "Where is it warm?")
 
     assert run(run_agent()).final_output == "It is warm."
-    assert server.called == ([("now", {"city": "Rome"})] if approve else [])
+    assert server.calls == ([("now", {"city": "Rome"})] if approve else [])
 
 
 @pytest.mark.parametrize("approve", [True, False])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_interrupted_run_is_approved_and_resumed(stream: bool, approve: bool) -> None:
     server = weather()
-    host = serving(server, scripts={"Rome: 20 °C": LAST, "In Celsius.": LAST})
+    host = host_with_tools(server, scripts={"Rome: 20 °C": LAST, "In Celsius.": LAST})
 
     async def run_turn(agent: Any, run_input: Any) -> Any:
         if not stream:
@@ -93,14 +94,14 @@ def test_interrupted_run_is_approved_and_resumed(stream: bool, approve: bool) ->
         assert (await run_turn(agent, more)).final_output == "It is warm."
 
     run(converse())
-    assert server.called == ([("now", {"city": "Rome"})] if approve else [])
+    assert server.calls == ([("now", {"city": "Rome"})] if approve else [])
 
 
 @pytest.mark.parametrize("mode", ["previous_response_id", "input"])
 def test_session_is_compacted_after_each_turn(mode: Any) -> None:
     order = "Do not call any tool. Write only the message.<|end|>"
     summary = "<|channel|>final<|message|>They said hello.<|return|>"
-    host = serving(scripts={order: summary, "And again.": LAST})
+    host = host_with_tools(scripts={order: summary, "And again.": LAST})
 
     async def converse() -> list[str]:
         api = client(host)

@@ -12,7 +12,7 @@ pytest.importorskip("agents")
 import agents
 from loops import run
 from scripted_host import MODEL, ScriptedEngine, SingleEngineHost
-from test_responses_loop import client
+from tool_loop import client
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
 

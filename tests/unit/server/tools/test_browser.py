@@ -68,7 +68,7 @@ LINES = (
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with fake_web.serving() as site:
+    with fake_web.run_site() as site:
         site.add("/rome", ROME)
         site.add("/italy", "<title>Italy</title>" + "<p>Line of Italy.</p>" * 400)
         site.search(
@@ -146,7 +146,7 @@ def test_cursors_refer_to_earlier_pages(site: Site) -> None:
     ]
     assert pages[3] is not None and len(pages[3].lines) == 2
     # A page is fetched once, and once more for its source.
-    assert [path for path, _ in site.asked[1:]] == ["/rome", "/italy", "/rome"]
+    assert [path for path, _ in site.requests[1:]] == ["/rome", "/italy", "/rome"]
 
 
 def test_long_page_is_shown_in_parts(site: Site) -> None:
@@ -257,7 +257,7 @@ def test_pages_of_one_tenant_are_not_cached_for_another(site: Site) -> None:
             await session.call("open", {"id": 0})
 
     run(results())
-    assert [path for path, _ in site.asked if path == "/rome"] == ["/rome"] * 2
+    assert [path for path, _ in site.requests if path == "/rome"] == ["/rome"] * 2
 
 
 def test_pages_of_one_host_are_fetched_one_at_a_time(site: Site) -> None:
@@ -276,8 +276,8 @@ def test_pages_of_one_host_are_fetched_one_at_a_time(site: Site) -> None:
         await asyncio.gather(*calls)
 
     run(results())
-    assert site.most_at_once == 1
-    headers = site.asked[-1][1]
+    assert site.most_running == 1
+    headers = site.requests[-1][1]
     assert headers["User-Agent"].startswith("vllm-mlx-harmony ")
     assert "Cookie" not in headers and "Authorization" not in headers
 
@@ -327,13 +327,13 @@ def test_private_address_needs_a_permitted_host(site: Site) -> None:
     for pattern in ("http://*", f"http://127.0.0.1:{site.port + 1}", f"{site.url}/italy"):
         with pytest.raises(ToolError, match="no public address"):
             run(Fetcher([UrlPattern.read(pattern)]).fetch(url))
-    assert site.asked == []
+    assert site.requests == []
     assert run(Fetcher([UrlPattern.read(site.url)]).fetch(url)).content == ROME.encode()
 
 
 def test_redirect_to_private_address_is_refused(site: Site) -> None:
     """Each hop is checked like a first request."""
-    with fake_web.serving() as inner:
+    with fake_web.run_site() as inner:
         inner.add("/secret", "secret")
         site.add("/away", status=302, Location=f"{inner.url}/secret")
         site.add("/file", status=302, Location="file:///etc/passwd")
@@ -342,11 +342,11 @@ def test_redirect_to_private_address_is_refused(site: Site) -> None:
         fetcher = Fetcher([UrlPattern.read(site.url)])
         with pytest.raises(ToolError, match="no public address"):
             run(fetcher.fetch(f"{site.url}/away"))
-        assert inner.asked == []
+        assert inner.requests == []
     for path, problem in (("/file", "only URLs"), ("/around", "redirects too often")):
         with pytest.raises(ToolError, match=problem):
             run(fetcher.fetch(f"{site.url}{path}"))
-    assert len(site.asked) == 2 + fetching.MAX_REDIRECTS + 1
+    assert len(site.requests) == 2 + fetching.MAX_REDIRECTS + 1
     assert run(fetcher.fetch(f"{site.url}/moved")).url == f"{site.url}/rome"
 
 
@@ -391,7 +391,7 @@ def test_huge_page_is_cut(site: Site) -> None:
 
 def test_slow_page_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "SECONDS", 0.5)
-    site.add("/drops", fake_web.slowly)
+    site.add("/drops", fake_web.write_slowly)
     began = time.monotonic()
     assert error_of(site, ("open", {"id": f"{site.url}/drops"})) == (
         "the page was not sent in time",
@@ -520,12 +520,12 @@ def test_failing_search_engine_is_an_error(
     site.add("/search", body, status, Location="/rome")
     text, actual_code = error_of(site, ("search", {"query": "x"}))
     assert problem in text and actual_code == code
-    assert [path for path, _ in site.asked if path == "/rome"] == []
+    assert [path for path, _ in site.requests if path == "/rome"] == []
 
 
 def test_silent_search_engine_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "SECONDS", 0.3)
-    site.add("/search", fake_web.slowly)
+    site.add("/search", fake_web.write_slowly)
     assert error_of(site, ("search", {"query": "x"})) == (
         "the search engine does not respond",
         "unavailable",
@@ -533,7 +533,7 @@ def test_silent_search_engine_times_out(site: Site, monkeypatch: pytest.MonkeyPa
 
 
 def test_unreachable_search_engine_is_an_error() -> None:
-    with fake_web.serving() as gone:
+    with fake_web.run_site() as gone:
         pass
     text, code = error_of(gone, ("search", {"query": "x"}))
     assert "cannot be reached" in text and code == "unavailable"

@@ -16,8 +16,9 @@ from harmony_text import ids_of
 from local_tool_servers import browser, interpreter, weather
 from loops import run
 from official_clients import clients
-from scripted_host import MODEL, ObedientEngine, ScriptedEngine, SingleEngineHost, Tracker
-from test_responses_loop import (
+from scripted_host import MODEL, ObedientEngine, SingleEngineHost, Tracker
+from tool_loop import (
+    AGAIN,
     CALLED,
     FIRST,
     LAST,
@@ -26,6 +27,9 @@ from test_responses_loop import (
     SCRIPTS,
     SECOND,
     THIRD,
+    USER,
+    host_with_tools,
+    messages,
 )
 
 from vllm_mlx_harmony.server.settings import Use
@@ -33,19 +37,6 @@ from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
-
-USER: list[dict[str, Any]] = [{"role": "user", "content": "Where is it warm?"}]
-AGAIN = {"role": "user", "content": "Say hello."}
-
-
-def serving(
-    use: Use = Use.ALL, scripts: dict[str, str] | None = None, **limits: Any
-) -> SingleEngineHost:
-    host = SingleEngineHost(
-        ScriptedEngine({**SCRIPTS, **(scripts or {})}, 3, context_length=100_000)
-    )
-    host.toolbox = Toolbox((weather(), interpreter(), browser()), ToolsConfig(**limits), use)
-    return host
 
 
 def replayed_loop() -> tuple[int, ...]:
@@ -84,7 +75,7 @@ RAN = [
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_chat_runs_tools(stream: bool) -> None:
-    host = serving()
+    host = host_with_tools(use=Use.ALL)
     choice, ran = run(chat(host, stream))
     assert [(c["name"], c["arguments"], c["output"], c["error"]) for c in ran] == RAN
     assert (choice.finish_reason, choice.message.content) == ("stop", "It is warm.")
@@ -119,7 +110,9 @@ def test_reasoning_ended_after_tool_result_is_counted(stream: bool) -> None:
 
 
 def test_chat_returns_call_of_client_tool() -> None:
-    host = serving(scripts={"Rome: 20 °C": CALLED.format("functions.mine", "{}")})
+    host = host_with_tools(
+        use=Use.ALL, scripts={"Rome: 20 °C": CALLED.format("functions.mine", "{}")}
+    )
     mine = {"type": "function", "function": {"name": "mine"}}
     choice, ran = run(chat(host, False, tools=[mine]))
     assert [tool_call["name"] for tool_call in ran] == ["weather.now"]
@@ -138,33 +131,24 @@ def test_chat_returns_call_of_client_tool() -> None:
     [(Use.ON, {}), (Use.ALL, {"tool_choice": "none"})],
 )
 def test_chat_prompt_has_no_disabled_tools(use: Use, request_: dict[str, Any]) -> None:
-    host = serving(use)
+    host = host_with_tools(use=use)
     run(chat(host, False, messages=[AGAIN], **request_))
     (prompt,) = host.engine.prompts  # type: ignore[attr-defined]
-    bare = serving(Use.ON)
+    bare = host_with_tools(use=Use.ON)
     run(chat(bare, False, messages=[AGAIN]))
     assert bare.engine.prompts == [prompt]  # type: ignore[attr-defined]
 
 
 def test_client_tool_takes_precedence() -> None:
-    host = serving()
+    host = host_with_tools(use=Use.ALL)
     mine = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
     choice, _ = run(chat(host, False, messages=[AGAIN], tools=[mine]))
     assert choice.message.content == "It is warm."
 
 
-async def messages(host: SingleEngineHost, stream: bool, **request: Any) -> Any:
-    _, client = clients(host)
-    request = {"model": MODEL, "max_tokens": 900, "messages": USER, **request}
-    if not stream:
-        return await client.beta.messages.create(**request)
-    async with client.beta.messages.stream(**request) as events:
-        return await events.get_final_message()
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_messages_run_tools(stream: bool) -> None:
-    host = serving()
+    host = host_with_tools(use=Use.ALL)
     message = run(messages(host, stream))
     assert [block.type for block in message.content] == [
         *("thinking", "mcp_tool_use", "mcp_tool_result") * 3,
@@ -196,14 +180,14 @@ def test_messages_run_tools(stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_messages_report_failed_tool(stream: bool) -> None:
     user = [{"role": "user", "content": "Ask something that dies."}]
-    message = run(messages(serving(), stream, messages=user))
+    message = run(messages(host_with_tools(use=Use.ALL), stream, messages=user))
     _, result, answer, *_ = message.content
     assert (result.is_error, result.content[0].text) == (True, "Error: the server has died")
     assert answer.type in ("thinking", "text")
 
 
 def test_fifty_requests_run_concurrently() -> None:
-    host = serving(max_concurrent_calls=2)
+    host = host_with_tools(use=Use.ALL, max_concurrent_calls=2)
 
     async def many() -> Any:
         return await asyncio.gather(*(chat(host, at % 2 == 0) for at in range(50)))
@@ -211,4 +195,4 @@ def test_fifty_requests_run_concurrently() -> None:
     answers = run(many())
     assert {choice.message.content for choice, _ in answers} == {"It is warm."}
     assert {len(ran) for _, ran in answers} == {3}
-    assert LAST and host.lent == 0
+    assert LAST and host.leases == 0

@@ -27,11 +27,11 @@ import httpx2
 import openai
 from local_tool_servers import weather
 from loops import run
+from mcp_processes import mcp_process
 from official_clients import clients
 from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
-from test_responses_loop import CALLED, LAST, client, create, outline
-from test_toolbox import serving as mcp_serving
+from tool_loop import CALLED, LAST, client, create, outline
 
 from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core.errors import HostError
@@ -63,7 +63,7 @@ SCRIPTS = {
 }
 
 
-def serving(
+def host_with_urls(
     *patterns: str, scripts: dict[str, str] | None = None, **limits: Any
 ) -> SingleEngineHost:
     host = SingleEngineHost(
@@ -84,7 +84,7 @@ def mcp_tool(port: int, **more: Any) -> dict[str, Any]:
 def endpoint(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
     """The port of a real server, and the path of its URL."""
     port = free_port()
-    with mcp_serving(port, request.param, "caller"):
+    with mcp_process(port, request.param, "caller"):
         yield port, "sse" if request.param == "sse" else "mcp"
 
 
@@ -102,7 +102,7 @@ def run_cleanly(host: SingleEngineHost, body: Callable[[], Any]) -> Any:
         return result
 
     result = run(check())
-    assert host.lent == 0
+    assert host.leases == 0
     return result
 
 
@@ -111,7 +111,7 @@ def test_responses_call_server_with_credentials(
     endpoint: tuple[int, str], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     port, path = endpoint
-    host = serving(f"http://127.0.0.1:{port}/*")
+    host = host_with_urls(f"http://127.0.0.1:{port}/*")
     tool = mcp_tool(port, path=path, authorization=SECRET, headers={"X-Team": "red"})
     caplog.set_level(logging.INFO)
     request = {"input": "Who am I?", "tools": [tool], "stream": stream}
@@ -134,7 +134,7 @@ def test_responses_call_server_with_credentials(
 
 def test_websocket_calls_server(endpoint: tuple[int, str]) -> None:
     port, path = endpoint
-    host = serving(f"http://127.0.0.1:{port}/*")
+    host = host_with_urls(f"http://127.0.0.1:{port}/*")
     bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
     request = {"model": MODEL, "input": "Who am I?", "tools": [mcp_tool(port, path=path)]}
     with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
@@ -145,13 +145,13 @@ def test_websocket_calls_server(endpoint: tuple[int, str]) -> None:
     assert event["type"] == "response.completed", event
     kinds = [item["type"] for item in event["response"]["output"]]
     assert kinds == ["mcp_list_tools", "mcp_call", "reasoning", "message"]
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_messages_call_server(endpoint: tuple[int, str], stream: bool) -> None:
     port, path = endpoint
-    host = serving(f"http://127.0.0.1:{port}/*")
+    host = host_with_urls(f"http://127.0.0.1:{port}/*")
     server = {"type": "url", "name": "caller", "url": f"http://127.0.0.1:{port}/{path}"}
     request: dict[str, Any] = {
         "model": MODEL,
@@ -183,10 +183,10 @@ def test_messages_call_server(endpoint: tuple[int, str], stream: bool) -> None:
 def test_tool_list_is_cached_for_equal_credentials() -> None:
     """Calls still go to the server."""
     port = free_port()
-    host = serving(f"http://127.0.0.1:{port}")
+    host = host_with_urls(f"http://127.0.0.1:{port}")
 
     async def body() -> None:
-        with mcp_serving(port, "streamable-http", "caller"):
+        with mcp_process(port, "streamable-http", "caller"):
             for _ in range(2):
                 await create(host, input="Say hello.", tools=[mcp_tool(port)])
         # The server is gone. The cached list is still used; a call fails.
@@ -205,10 +205,10 @@ def test_tool_list_is_cached_for_equal_credentials() -> None:
 def test_cached_tool_list_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_servers, "REMEMBERED", 0.0)
     port = free_port()
-    host = serving(f"http://127.0.0.1:{port}", scripts={"Say hello.": LAST})
+    host = host_with_urls(f"http://127.0.0.1:{port}", scripts={"Say hello.": LAST})
 
     async def body() -> None:
-        with mcp_serving(port, "streamable-http", "caller"):
+        with mcp_process(port, "streamable-http", "caller"):
             await create(host, input="Say hello.", tools=[mcp_tool(port)])
         with pytest.raises(openai.APIStatusError) as caught:
             await create(host, input="Say hello.", tools=[mcp_tool(port)])
@@ -220,10 +220,10 @@ def test_cached_tool_list_expires(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_background_response_calls_server() -> None:
     """The connection lasts as long as the answer, not only as long as the request for it."""
     port = free_port()
-    host = serving(f"http://127.0.0.1:{port}")
+    host = host_with_urls(f"http://127.0.0.1:{port}")
 
     async def body() -> Any:
-        with mcp_serving(port, "streamable-http", "caller"):
+        with mcp_process(port, "streamable-http", "caller"):
             tools = [mcp_tool(port, authorization=SECRET)]
             request: dict[str, Any] = {"input": "Who am I?", "tools": tools, "background": True}
             response, _ = await create(host, **request)
@@ -245,10 +245,10 @@ def test_client_disconnect_cancels_the_call() -> None:
     """It closes the connection, too."""
     port = free_port()
     sleeps = CALLED.format("caller.sleep", '{"seconds": 3600}')
-    host = serving(f"http://127.0.0.1:{port}", scripts={"Sleep.": sleeps})
+    host = host_with_urls(f"http://127.0.0.1:{port}", scripts={"Sleep.": sleeps})
 
     async def body() -> None:
-        with mcp_serving(port, "streamable-http", "slow"):
+        with mcp_process(port, "streamable-http", "slow"):
             request = asyncio.ensure_future(create(host, input="Sleep.", tools=[mcp_tool(port)]))
             while not (host.toolbox and host.toolbox.counts.get(REQUEST_SERVERS)):
                 await asyncio.sleep(0.1)
@@ -291,27 +291,27 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
 def test_forbidden_servers_are_refused(
     patterns: tuple[str, ...], more: dict[str, Any], where: str, why: str
 ) -> None:
-    host = serving(*patterns)
+    host = host_with_urls(*patterns)
     if "connector_id" in more:
         more = {**more, "server_url": None}
     with pytest.raises(openai.BadRequestError) as caught:
         run(create(host, input="Say hello.", tools=[mcp_tool(9, **more)]))
     assert caught.value.param == where
     assert why in caught.value.message
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 def test_servers_with_same_name_are_refused() -> None:
     tools = [mcp_tool(9), mcp_tool(9, path="other")]
     with pytest.raises(openai.BadRequestError) as caught:
-        run(create(serving("http://127.0.0.1:9"), input="Say hello.", tools=tools))
+        run(create(host_with_urls("http://127.0.0.1:9"), input="Say hello.", tools=tools))
     assert caught.value.param == "tools[1].server_url"
 
 
 def test_credentials_without_url_are_refused() -> None:
     tool = {"type": "mcp", "server_label": "weather", "authorization": SECRET}
     with pytest.raises(openai.BadRequestError) as caught:
-        run(create(serving(), input="Say hello.", tools=[tool]))
+        run(create(host_with_urls(), input="Say hello.", tools=[tool]))
     assert caught.value.param == "tools[0].authorization"
     assert SECRET not in str(caught.value)
 
@@ -389,7 +389,7 @@ def test_unreachable_server_is_an_error(
     with strange() as server, strange() as other:
         port = server.server_address[1]
         _Strange.elsewhere = f"http://127.0.0.1:{other.server_address[1]}/stolen"
-        host = serving(f"http://127.0.0.1:{port}")
+        host = host_with_urls(f"http://127.0.0.1:{port}")
         began = time.monotonic()
 
         async def body() -> None:
@@ -455,7 +455,7 @@ def test_private_address_needs_explicit_pattern() -> None:
     with strange() as server:
         port = server.server_address[1]
         for name in ("localhost", "127.0.0.1", "2130706433", "0x7f.1", "[::ffff:127.0.0.1]"):
-            host = serving(f"http://*:{port}")
+            host = host_with_urls(f"http://*:{port}")
             tool = {**mcp_tool(port), "server_url": f"http://{name}:{port}/mcp"}
             with pytest.raises(openai.APIStatusError) as caught:
                 run(create(host, input="Say hello.", tools=[tool]))

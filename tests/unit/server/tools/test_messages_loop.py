@@ -14,8 +14,18 @@ import anthropic
 from harmony_text import ids_of, text_of
 from loops import run
 from scripted_host import SingleEngineHost
-from test_chat_and_messages_loop import AGAIN, USER, messages, serving
-from test_responses_loop import CALLED, FIRST, LAST, OPENING, RESULTS, SECOND
+from tool_loop import (
+    AGAIN,
+    CALLED,
+    FIRST,
+    LAST,
+    OPENING,
+    RESULTS,
+    SECOND,
+    USER,
+    host_with_tools,
+    messages,
+)
 
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.settings import Use
@@ -41,7 +51,7 @@ def prompts(host: SingleEngineHost) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("dropped", [(), ("thinking",)], ids=["all", "without thinking"])
 def test_paused_turn_is_resumed(stream: bool, dropped: tuple[str, ...]) -> None:
-    host = serving(max_tool_calls=1)
+    host = host_with_tools(use=Use.ALL, max_tool_calls=1)
     first = run(messages(host, stream))
     assert first.stop_reason == "pause_turn"
     call = ["thinking", "mcp_tool_use"]
@@ -61,12 +71,12 @@ def test_paused_turn_is_resumed(stream: bool, dropped: tuple[str, ...]) -> None:
     # Returned in one message or in two, the turn continues to the answer.
     third = run(messages(host, stream, messages=[*history, assistant_message(second)]))
     assert (third.stop_reason, third.content[-1].text) == ("end_turn", "It is warm.")
-    assert host.lent == 0
+    assert host.leases == 0
 
 
 def test_abandoned_turn_runs_nothing() -> None:
     """Its pending call gets a result that says so, and is not run."""
-    host = serving(max_tool_calls=1)
+    host = host_with_tools(use=Use.ALL, max_tool_calls=1)
     first = run(messages(host, False))
     again = run(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
     assert kinds(again) == ["thinking", "text"]
@@ -82,7 +92,7 @@ def test_abandoned_turn_runs_nothing() -> None:
 
 
 def test_turn_ending_with_result_is_continued() -> None:
-    host = serving(max_tool_calls=1)
+    host = host_with_tools(use=Use.ALL, max_tool_calls=1)
     first = run(messages(host, False))
     history = [
         *USER,
@@ -95,8 +105,8 @@ def test_turn_ending_with_result_is_continued() -> None:
 
 def test_history_of_other_server_is_rendered() -> None:
     """Nothing of it was generated here: its calls and results are rendered."""
-    first = run(messages(serving(), False))
-    host = serving()
+    first = run(messages(host_with_tools(use=Use.ALL), False))
+    host = host_with_tools(use=Use.ALL)
     run(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
     (prompt,) = prompts(host)
     analysis = "<|start|>assistant<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
@@ -144,7 +154,7 @@ NAMED: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 @pytest.mark.parametrize(("request_", "tools"), NAMED.values(), ids=NAMED)
 def test_request_selects_servers_and_tools(request_: dict[str, Any], tools: set[str]) -> None:
-    host = serving(Use.ON)
+    host = host_with_tools(use=Use.ON)
     run(messages(host, False, messages=[AGAIN], **request_))
     text = text_of(prompts(host)[0])
     shown = {name for name in ("now", "fails", "dies", "sleep") if f"type {name} = (" in text}
@@ -153,7 +163,7 @@ def test_request_selects_servers_and_tools(request_: dict[str, Any], tools: set[
 
 
 def test_call_of_named_server_is_run() -> None:
-    host = serving(Use.ON, scripts={"Rome: 20 °C": LAST})
+    host = host_with_tools(use=Use.ON, scripts={"Rome: 20 °C": LAST})
     message = run(messages(host, True, mcp_servers=[WEATHER]))
     assert kinds(message) == ["thinking", "mcp_tool_use", "mcp_tool_result", "thinking", "text"]
     assert message.content[1].server_name == "weather"
@@ -175,7 +185,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("request_", "where"), REFUSED)
 def test_unknown_server_is_refused(request_: dict[str, Any], where: str) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
-        run(messages(serving(Use.ON), False, messages=[AGAIN], **request_))
+        run(messages(host_with_tools(use=Use.ON), False, messages=[AGAIN], **request_))
     assert where in str(caught.value)
 
 
@@ -184,8 +194,8 @@ def test_server_call_can_be_required(
     choice: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
-    host = serving(
-        Use.ON,
+    host = host_with_tools(
+        use=Use.ON,
         scripts={
             "Rome: 20 °C": LAST,
             "Say hello.": CALLED.format("weather.now", '{"city": "Rome"}'),

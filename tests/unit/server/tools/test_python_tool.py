@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("mcp")
 
 
-from test_toolbox import call_tool, toolbox, within
+from mcp_processes import call_tool, toolbox, within
 
 from vllm_mlx_harmony.server.tools.config import read
 from vllm_mlx_harmony.server.tools.toolbox import NOTHING

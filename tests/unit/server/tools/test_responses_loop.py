@@ -15,124 +15,35 @@ pytest.importorskip("openai")
 
 import openai
 from harmony_text import ids_of, text_of
-from local_tool_servers import Local, browser, interpreter, weather
+from local_tool_servers import LocalServer, browser, weather
 from loops import run
-from official_clients import in_process
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
+from scripted_host import ScriptedEngine, SingleEngineHost
+from tool_loop import (
+    CALLED,
+    FIRST,
+    LAST,
+    OPENING,
+    RESULTS,
+    SCRIPTS,
+    SECOND,
+    THIRD,
+    TOOLS,
+    client,
+    create,
+    host_with_tools,
+    outline,
+)
 from waiting import wait_until_async
 
 from vllm_mlx_harmony.core.render import Rendered, render
 from vllm_mlx_harmony.core.turn import Turn
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.settings import Use
-from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.tool_server import ToolResult
-from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
 
-FIRST = (
-    "<|channel|>analysis<|message|>Ask.<|end|><|start|>assistant<|channel|>commentary "
-    'to=weather.now <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
-)
-SECOND = (
-    "<|channel|>analysis<|message|>Compute.<|end|><|start|>assistant<|channel|>analysis "
-    "to=python code<|message|>6 * 7<|call|>"
-)
-THIRD = (
-    "<|channel|>analysis<|message|>Search.<|end|><|start|>assistant<|channel|>analysis "
-    'to=browser.search code<|message|>{"query": "Rome"}<|call|>'
-)
-LAST = (
-    "<|channel|>analysis<|message|>Done.<|end|>"
-    "<|start|>assistant<|channel|>final<|message|>It is warm.<|return|>"
-)
-CALLED = "<|channel|>commentary to={} <|constrain|>json<|message|>{}<|call|>"
-SCRIPTS = {
-    "Where is it warm?": FIRST,
-    "Rome: 20 °C": SECOND,
-    "<|message|>42<|end|>": THIRD,
-    "[0] Results for Rome": LAST,
-    "Say hello.": LAST,
-    "Ask something that fails.": CALLED.format("weather.fails", "{}"),
-    "It is broken.": LAST,
-    "Ask something that dies.": CALLED.format("weather.dies", "{}"),
-    "Error: the server has died": LAST,
-    "Ask something unknown.": CALLED.format("weather.later", "{}"),
-    "unknown tool weather.later": LAST,
-    "Ask with bad JSON.": CALLED.format("weather.now", '{"city": '),
-    "not valid JSON": LAST,
-    "Ask me.": CALLED.format("functions.mine", "{}"),
-    "Ask it, then me.": FIRST,
-    "no more tools can be called": LAST,
-    "did not approve": LAST,
-    "Sleep.": CALLED.format("weather.sleep", "{}"),
-    "did not answer within": LAST,
-    "this is mine": LAST,
-}
-OPENING = "<|start|>assistant"
-RESULTS = (
-    "<|start|>weather.now to=assistant<|channel|>commentary<|message|>Rome: 20 °C<|end|>",
-    "<|start|>python to=assistant<|channel|>analysis<|message|>42<|end|>",
-    "<|start|>browser.search to=assistant<|channel|>analysis<|message|>[0] Results for Rome<|end|>",
-)
-TOOLS: list[dict[str, Any]] = [
-    {"type": "mcp", "server_label": "weather", "require_approval": "never"},
-    {"type": "code_interpreter", "container": {"type": "auto"}},
-    {"type": "web_search"},
-]
 MINE = {"type": "function", "name": "mine", "parameters": {"type": "object"}, "strict": False}
-
-
-def serving(
-    *servers: Local, at_once: int = 3, scripts: dict[str, str] | None = None, **limits: Any
-) -> SingleEngineHost:
-    host = SingleEngineHost(
-        ScriptedEngine({**SCRIPTS, **(scripts or {})}, at_once, context_length=100_000)
-    )
-    chosen = servers or (weather(), interpreter(), browser())
-    host.toolbox = Toolbox(chosen, ToolsConfig(**limits), Use.ON)
-    return host
-
-
-def client(host: SingleEngineHost) -> openai.AsyncOpenAI:
-    http = in_process(openai.DefaultAsyncHttpxClient, host.app)
-    return openai.AsyncOpenAI(
-        base_url="http://localhost/v1", api_key=KEY, max_retries=0, http_client=http
-    )
-
-
-async def create(
-    host: SingleEngineHost, stream: bool = False, **request: Any
-) -> tuple[Any, list[Any]]:
-    """The response, and the events if it was streamed."""
-    request = {"model": MODEL, "tools": TOOLS, **request}
-    if not stream:
-        return await client(host).responses.create(**request), []
-    events = [event async for event in await client(host).responses.create(**request, stream=True)]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    return events[-1].response, events
-
-
-def outline(response: Any) -> list[tuple[Any, ...]]:
-    """The relevant fields of each output item."""
-    return [_item(item) for item in response.output]
-
-
-def _item(item: Any) -> tuple[Any, ...]:
-    if item.type in ("message", "reasoning"):
-        return item.type, item.content[0].text
-    if item.type == "mcp_list_tools":
-        return item.type, [tool.name for tool in item.tools], item.error
-    if item.type == "mcp_call":
-        return item.type, item.name, item.arguments, item.output, item.status
-    if item.type == "code_interpreter_call":
-        logs = None if item.outputs is None else item.outputs[0].logs
-        return item.type, item.code, logs, item.status
-    if item.type == "web_search_call":
-        return item.type, item.action.query, item.status
-    return (item.type,)
 
 
 LOOP: list[tuple[Any, ...]] = [
@@ -151,7 +62,7 @@ LOOP: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("at_once", [1, 4, 1000])
 def test_loop_runs_three_calls_and_answers(at_once: int, stream: bool) -> None:
-    host = serving(at_once=at_once)
+    host = host_with_tools(at_once=at_once)
     include = ["code_interpreter_call.outputs"]
     request = {"input": "Where is it warm?", "include": include}
     response, events = run(create(host, stream, **request))
@@ -169,7 +80,7 @@ def test_loop_runs_three_calls_and_answers(at_once: int, stream: bool) -> None:
     details = usage.output_tokens_details.model_dump()
     assert details["tool_output_tokens"] == len(ids_of("".join(RESULTS)))
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
-    assert (host.lent, host.engine.running) == (0, 0)  # type: ignore[attr-defined]
+    assert (host.leases, host.engine.running) == (0, 0)  # type: ignore[attr-defined]
     if stream:
         items = [event.item for event in events if event.type == "response.output_item.done"]
         assert [item.model_dump() for item in items] == [
@@ -191,9 +102,9 @@ def test_search_sources_are_included_on_request(included: bool, stream: bool) ->
         return ToolResult(SEARCH_TEXT)
 
     search_browser = browser()
-    search_browser.runs["search"] = (None, search)
+    search_browser.functions["search"] = (None, search)
     scripts = {"Where is it warm?": THIRD, "[2] the first once more": LAST}
-    host = serving(search_browser, scripts=scripts)
+    host = host_with_tools(search_browser, scripts=scripts)
     include = ["web_search_call.action.sources"] if included else []
     request = {"input": "Where is it warm?", "tools": TOOLS[2:], "include": include}
     response, events = run(create(host, stream, **request))
@@ -242,7 +153,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("kind", ORDERS)
 def test_events_of_calls_are_in_order(kind: str) -> None:
-    response, events = run(create(serving(), True, input="Where is it warm?"))
+    response, events = run(create(host_with_tools(), True, input="Where is it warm?"))
     index = next(at for at, output in enumerate(response.output) if output.type == kind)
     names: list[str] = []
     text = ""
@@ -274,7 +185,7 @@ FAILURES = {
 def test_failed_call_is_shown_to_model(question: str, stream: bool) -> None:
     server = weather()
     server.timeout = 0.2
-    response, events = run(create(serving(server), stream, input=question, tools=TOOLS[:1]))
+    response, events = run(create(host_with_tools(server), stream, input=question, tools=TOOLS[:1]))
     call = next(item for item in response.output if item.type == "mcp_call")
     kind, text = FAILURES[question]
     assert (call.status, call.output, call.error.type) == ("failed", None, kind)
@@ -290,7 +201,7 @@ def test_failed_call_is_shown_to_model(question: str, stream: bool) -> None:
 def test_returned_calls_are_not_run_again() -> None:
     """Returned as items or by the id of the response, they are in the prompt as generated."""
     for by_id in (False, True):
-        host = serving()
+        host = host_with_tools()
         include = ["code_interpreter_call.outputs"]
         request = {"input": "Where is it warm?", "tools": TOOLS[:2], "include": include}
         scripts = {"<|message|>42<|end|>": LAST}
@@ -316,7 +227,7 @@ def test_returned_calls_are_not_run_again() -> None:
 
 
 def test_client_call_interrupts_loop() -> None:
-    host = serving(scripts={"Rome: 20 °C": CALLED.format("functions.mine", "{}")})
+    host = host_with_tools(scripts={"Rome: 20 °C": CALLED.format("functions.mine", "{}")})
     tools = [*TOOLS, MINE]
     first, _ = run(create(host, input="Ask it, then me.", tools=tools))
     assert [row[0] for row in outline(first)][1:] == ["reasoning", "mcp_call", "function_call"]
@@ -337,7 +248,7 @@ def test_client_call_interrupts_loop() -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_only_approved_call_is_run(approve: bool, by_id: bool, stream: bool) -> None:
     server = weather()
-    host = serving(server, scripts={"Rome: 20 °C": LAST})
+    host = host_with_tools(server, scripts={"Rome: 20 °C": LAST})
     tools = [{"type": "mcp", "server_label": "weather"}]  # OpenAI's default is to ask
     first, _ = run(create(host, stream, input="Where is it warm?", tools=tools))
     assert [row[0] for row in outline(first)] == [
@@ -347,7 +258,7 @@ def test_only_approved_call_is_run(approve: bool, by_id: bool, stream: bool) -> 
     ]
     request = first.output[-1]
     assert (request.name, request.server_label) == ("now", "weather")
-    assert (json.loads(request.arguments), server.called) == ({"city": "Rome"}, [])
+    assert (json.loads(request.arguments), server.calls) == ({"city": "Rome"}, [])
     answer = {
         "type": "mcp_approval_response",
         "approval_request_id": request.id,
@@ -362,12 +273,12 @@ def test_only_approved_call_is_run(approve: bool, by_id: bool, stream: bool) -> 
     second, _ = run(create(host, stream, tools=tools, **more))
     calls = [item for item in second.output if item.type == "mcp_call"]
     if approve:
-        assert server.called == [("now", {"city": "Rome"})]
+        assert server.calls == [("now", {"city": "Rome"})]
         assert [(call.output, call.approval_request_id) for call in calls] == [
             ("Rome: 20 °C", request.id)
         ]
     else:
-        assert server.called == [] and calls == []
+        assert server.calls == [] and calls == []
     assert outline(second)[-1] == ("message", "It is warm.")
 
 
@@ -460,9 +371,9 @@ def test_approvals_are_found_anywhere_in_input(
 ) -> None:
     server = weather()
     tools = [{"type": "mcp", "server_label": "weather"}]
-    host = serving(server, scripts={"In Celsius.": LAST, "Oslo: 20 °C": LAST})
+    host = host_with_tools(server, scripts={"In Celsius.": LAST, "Oslo: 20 °C": LAST})
     answer, events = run(create(host, stream, tools=tools, input=[QUESTION, *items]))
-    assert [arguments["city"] for _, arguments in server.called] == cities
+    assert [arguments["city"] for _, arguments in server.calls] == cities
     calls = [item for item in answer.output if item.type == "mcp_call"]
     assert [call.output for call in calls] == [f"{city}: 20 °C" for city in cities]
     keys = {"Rome": "mcpr_a", "Oslo": "mcpr_b"}
@@ -481,7 +392,7 @@ def test_approvals_are_found_anywhere_in_input(
     run(create(host, stream, tools=tools, **again))
     echo = [item.model_dump(exclude_none=True) for item in answer.output]
     run(create(host, stream, tools=tools, input=[QUESTION, *items, *echo, FOLLOW_UP]))
-    assert len(server.called) == len(cities)
+    assert len(server.calls) == len(cities)
     _, by_id, by_echo = host.engine.prompts  # type: ignore[attr-defined]
     assert by_id[: len(prompt)] == by_echo[: len(prompt)] == prompt
 
@@ -491,7 +402,7 @@ def test_approvals_are_found_anywhere_in_input(
 def test_approvals_beyond_limit_are_answered_together(ends: list[Any], stream: bool) -> None:
     """Thousands of them took minutes: the prompt was rendered again for each."""
     server, rendered = weather(), 0
-    host = serving(server, scripts={"In Celsius.": LAST}, max_tool_calls=2)
+    host = host_with_tools(server, scripts={"In Celsius.": LAST}, max_tool_calls=2)
 
     def renderer(turn: Turn, *args: Any, **keywords: Any) -> Rendered:
         nonlocal rendered
@@ -515,7 +426,7 @@ def test_approvals_beyond_limit_are_answered_together(ends: list[Any], stream: b
         request["id"] for request in requests
     ]
     assert [tool_call.status for tool_call in calls] == ["completed"] * 2 + ["failed"] * 48
-    assert len(server.called) == 2
+    assert len(server.calls) == 2
     assert outline(answer)[-1] == ("message", "It is warm.")
     (prompt,) = host.engine.prompts  # type: ignore[attr-defined]
     assert text_of(prompt).count("no more tools can be called") == 48
@@ -537,7 +448,7 @@ UNAPPROVED: dict[str, Any] = {
 @pytest.mark.parametrize("by_id", [True, False])
 def test_unapproved_call_is_not_run(sent: Any, by_id: bool, rule: str | None) -> None:
     server = weather()
-    host = serving(server, scripts={"did not finish": LAST})
+    host = host_with_tools(server, scripts={"did not finish": LAST})
     tools = [{"type": "mcp", "server_label": "weather", "require_approval": rule}]
     first, _ = run(create(host, input="Where is it warm?", tools=tools))
     request = first.output[-1].model_dump(exclude_none=True)
@@ -553,19 +464,19 @@ def test_unapproved_call_is_not_run(sent: Any, by_id: bool, rule: str | None) ->
         input_fields = {} if sent is None else {"input": items}
         more = {"previous_response_id": first.id, **input_fields}
     second, _ = run(create(host, tools=tools, **more))
-    assert server.called == []
+    assert server.calls == []
     assert outline(second)[-1] == ("message", "It is warm.")
 
 
 def test_cut_call_is_not_run_by_next_request() -> None:
     server = weather()
-    host = serving(server, scripts={"did not finish": LAST})
+    host = host_with_tools(server, scripts={"did not finish": LAST})
     tools = [{"type": "mcp", "server_label": "weather"}]
     most = len(ids_of(FIRST)) - 1
     first, _ = run(create(host, input="Where is it warm?", tools=tools, max_output_tokens=most))
     assert first.status == "incomplete"
     second, _ = run(create(host, input=[], previous_response_id=first.id, tools=tools))
-    assert server.called == []
+    assert server.calls == []
     assert outline(second)[-1] == ("message", "It is warm.")
 
 
@@ -575,7 +486,7 @@ def test_tools_are_filtered() -> None:
         ({"allowed_tools": {"read_only": True}}, ["now"]),
         ({"allowed_tools": {"tool_names": ["dies"]}}, ["dies"]),
     ):
-        host = serving()
+        host = host_with_tools()
         tool = {**TOOLS[0], **fields}
         response, _ = run(create(host, input="Say hello.", tools=[tool]))
         assert outline(response)[0] == ("mcp_list_tools", expected, None)
@@ -603,20 +514,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("request_", "param"), REFUSED)
 def test_invalid_request_is_refused(request_: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        run(create(serving(), input="Say hello.", **request_))
+        run(create(host_with_tools(), input="Say hello.", **request_))
     assert refused.value.param == param
 
 
 def test_failed_server_has_no_tools() -> None:
-    away = Local("weather", {}, problem="it does not answer")
-    response, events = run(create(serving(away), True, input="Say hello.", tools=TOOLS[:1]))
+    away = LocalServer("weather", {}, problem="it does not answer")
+    response, events = run(create(host_with_tools(away), True, input="Say hello.", tools=TOOLS[:1]))
     assert outline(response)[0] == ("mcp_list_tools", [], "it does not answer")
     assert "response.mcp_list_tools.failed" in [event.type for event in events]
 
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_max_tool_calls_is_enforced(most: int) -> None:
-    host = serving()
+    host = host_with_tools()
     response, _ = run(create(host, input="Where is it warm?", max_tool_calls=most))
     kinds = [item.type for item in response.output if item.type.endswith("_call")]
     statuses = [item.status for item in response.output if item.type.endswith("_call")]
@@ -627,7 +538,7 @@ def test_max_tool_calls_is_enforced(most: int) -> None:
 
 def test_repeated_calls_beyond_limit_end_response() -> None:
     call = CALLED.format("weather.now", '{"city": "Rome"}')
-    host = serving(scripts={"Rome: 20 °C": call, "no more tools can be called": call})
+    host = host_with_tools(scripts={"Rome: 20 °C": call, "no more tools can be called": call})
     response, _ = run(create(host, input="Where is it warm?", max_tool_calls=2))
     statuses = [item.status for item in response.output if item.type == "mcp_call"]
     assert statuses == ["completed"] * 2 + ["failed"] * 3 + ["incomplete"]
@@ -635,7 +546,7 @@ def test_repeated_calls_beyond_limit_end_response() -> None:
 
 def test_token_budget_spans_whole_loop() -> None:
     for most in (len(ids_of(FIRST)), len(ids_of(FIRST)) + 5):
-        host = serving()
+        host = host_with_tools()
         response, _ = run(create(host, input="Where is it warm?", max_output_tokens=most))
         assert response.status == "incomplete"
         assert response.usage.output_tokens == most
@@ -644,7 +555,7 @@ def test_token_budget_spans_whole_loop() -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_client_disconnect_cancels_tool(stream: bool) -> None:
     server = weather()
-    host = serving(server)
+    host = host_with_tools(server)
 
     async def disconnect_during_call() -> None:
         request = asyncio.ensure_future(create(host, stream, input="Sleep.", tools=TOOLS[:1]))
@@ -652,7 +563,9 @@ def test_client_disconnect_cancels_tool(stream: bool) -> None:
         request.cancel()
         await asyncio.wait({request})
         # Inside the loop, as its end would cancel the tool, too.
-        await wait_until_async(lambda: not server.running and not host.lent, "the end of the call")
+        await wait_until_async(
+            lambda: not server.running and not host.leases, "the end of the call"
+        )
 
     run(disconnect_during_call())
     assert server.cancelled == 1
@@ -660,7 +573,7 @@ def test_client_disconnect_cancels_tool(stream: bool) -> None:
 
 def test_engine_is_free_while_tool_runs() -> None:
     server = weather()
-    host = serving(server)
+    host = host_with_tools(server)
 
     async def both() -> Any:
         sleeping = asyncio.ensure_future(create(host, input="Sleep.", tools=TOOLS[:1]))
@@ -675,7 +588,7 @@ def test_engine_is_free_while_tool_runs() -> None:
 
 
 def test_fifty_requests_run_concurrently() -> None:
-    host = serving(max_concurrent_calls=3)
+    host = host_with_tools(max_concurrent_calls=3)
 
     async def many() -> Sequence[Any]:
         requests = [create(host, at % 2 == 0, input="Where is it warm?") for at in range(50)]
@@ -685,13 +598,13 @@ def test_fifty_requests_run_concurrently() -> None:
     assert {str(outline(response)) for response, _ in answers} == {
         str([*LOOP[:4], ("code_interpreter_call", "6 * 7", None, "completed"), *LOOP[5:]])
     }
-    assert (host.lent, host.engine.running) == (0, 0)  # type: ignore[attr-defined]
+    assert (host.leases, host.engine.running) == (0, 0)  # type: ignore[attr-defined]
 
 
 def test_grammar_follows_tool_choice_and_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
     grammars: list[Any] = []
-    host = serving()
+    host = host_with_tools()
     generate = host.engine.generate
 
     def record_grammar(request: GenerationRequest) -> Any:
@@ -728,7 +641,7 @@ def test_disabled_tools_fail_without_running_model() -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_background_response_and_its_events_are_retrieved(stream: bool) -> None:
-    host = serving()
+    host = host_with_tools()
 
     async def responses() -> tuple[list[Any], list[Any], Any]:
         include = ["code_interpreter_call.outputs"]

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +14,8 @@ import pytest
 pytest.importorskip("mcp")
 
 
-from local_tool_servers import Local
-from loops import run
+from local_tool_servers import LocalServer
+from mcp_processes import RAW, call_tool, mcp_process, stdio, toolbox, within
 from mcp_types import methods
 from waiting import wait_until_async
 
@@ -28,55 +23,11 @@ from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ToolFinished
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.core.turn import ServerCall
-from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.settings import Use
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, read
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, malformed_tools
 from vllm_mlx_harmony.server.tools.tool_server import ToolResult
 from vllm_mlx_harmony.server.tools.toolbox import NOTHING, Toolbox
-
-SERVERS = Path(__file__).parents[3] / "support" / "mcp_servers.py"
-RAW = SERVERS.with_name("malformed_mcp_server.py")
-
-
-def stdio(kind: str, **more: Any) -> dict[str, Any]:
-    return {"command": sys.executable, "args": [str(SERVERS), kind], **more}
-
-
-def toolbox(servers: dict[str, dict[str, Any]], **limits: Any) -> Toolbox:
-    config = ToolsConfig.model_validate({"servers": servers, "default_timeout": 600, **limits})
-    return Toolbox.of(config, ServerSettings(tools=Use.ON))
-
-
-def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60.0) -> Any:
-    """The result of ``body`` while ``box`` runs. No task and no process may remain."""
-
-    async def start_and_stop() -> Any:
-        before = len(asyncio.all_tasks())
-        await box.start()
-        try:
-            return await body()
-        finally:
-            await box.stop()
-            assert len(asyncio.all_tasks()) == before
-
-    result = run(start_and_stop(), seconds)
-    assert not children()
-    return result
-
-
-def children() -> list[str]:
-    """The commands of tool servers that run as child processes."""
-    ps = ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="]
-    output = subprocess.run(ps, check=False, capture_output=True, text=True).stdout
-    return [line for line in output.splitlines() if str(SERVERS) in line]
-
-
-async def call_tool(
-    box: Toolbox, name: str, arguments: str, *, seconds: float = 600.0, room: int = 10_000
-) -> ToolFinished:
-    return await box.run(ServerCall("call_1", name, arguments), box.namespaces, seconds, room)
-
 
 CALLS: list[tuple[str, str, str, bool | None]] = [
     # recipient, arguments, beginning of the result, whether a failure is the tool's own
@@ -243,38 +194,17 @@ def test_http_server_is_reconnected(transport: str) -> None:
         server.wait()
         texts.append((await call_tool(box, "weather.now", '{"city": "Rome"}')).text)
         await wait_until_async(lambda: bool(box.servers[0].problem), "the server to fail")
-        with serving(port, transport):
+        with mcp_process(port, transport):
             await wait_until_async(lambda: not box.servers[0].problem, "the server to start")
             texts.append((await call_tool(box, "weather.now", '{"city": "Oslo"}')).text)
         return texts
 
-    with serving(port, transport) as server:
+    with mcp_process(port, transport) as server:
         first, second, third = within(box, away_and_back)
     assert (first, third) == ("Rome: 20 °C", "Oslo: 20 °C")
     assert second.startswith("Error: ")
     nowhere = box.namespaces[1]
     assert nowhere.tools == () and nowhere.problem
-
-
-@contextmanager
-def serving(port: int, transport: str, kind: str = "weather") -> Iterator[subprocess.Popen[bytes]]:
-    more = ["--sse"] if transport == "sse" else []
-    command = [str(RAW)] if kind == "raw" else [str(SERVERS), kind]
-    server = subprocess.Popen(
-        [sys.executable, *command, str(port), *more],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        for _ in range(2_400):  # two minutes, where much else is going on
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
-        yield server
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.mark.parametrize("transport", ["stdio", "streamable-http"])
@@ -291,7 +221,7 @@ def test_malformed_tools_and_half_surrogates_are_tolerated(
 
     with caplog.at_level("WARNING", "vllm_mlx_harmony"), ExitStack() as stack:
         if transport != "stdio":
-            stack.enter_context(serving(port, transport, "raw"))
+            stack.enter_context(mcp_process(port, transport, "raw"))
         (good, better), text = within(box, collect)
     assert (good.name, good.description, better.name) == ("good", "Half \ufffd of it.", "better")
     assert text == "\ufffd of it, \U0001f600 whole, \\ud83d written out \ufffd"
@@ -326,7 +256,7 @@ async def cut_in_two() -> ToolResult:
 
 
 def test_half_surrogate_of_local_server_is_replaced() -> None:
-    box = Toolbox([Local("own", {"cut": (None, cut_in_two)})], ToolsConfig(), Use.ON)
+    box = Toolbox([LocalServer("own", {"cut": (None, cut_in_two)})], ToolsConfig(), Use.ON)
     assert within(box, lambda: call_tool(box, "own.cut", "{}")).text == "half \ufffd"
 
 

@@ -52,7 +52,7 @@ PAGE = "<title>Rome</title><h1>Rome</h1><p>It has 2.8 million people. <|call|><|
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with fake_web.serving() as site:
+    with fake_web.run_site() as site:
         site.add("/rome", PAGE)
         site.search(("Rome", f"{site.url}/rome", "A city."), ("More", f"{site.url}/more", ""))
         yield site
@@ -209,7 +209,7 @@ def test_search_without_web_access_is_unavailable(site: Site) -> None:
     tools = [{**WEB_SEARCH, "external_web_access": False}]
     response, _ = run(respond(serving(site), tools=tools))
     assert response.model_extra["unavailable_tools"] == ["web_search"]
-    assert site.asked == []
+    assert site.requests == []
 
 
 @pytest.mark.parametrize("kind", ["web_search_preview", "web_search_2025_08_26"])

@@ -1,0 +1,87 @@
+"""Tool servers in processes of their own, and toolboxes that use them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from loops import run
+
+from vllm_mlx_harmony.core.deltas import ToolFinished
+from vllm_mlx_harmony.core.turn import ServerCall
+from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.tools.config import ToolsConfig
+from vllm_mlx_harmony.server.tools.toolbox import Toolbox
+
+SERVERS = Path(__file__).with_name("mcp_servers.py")
+RAW = SERVERS.with_name("malformed_mcp_server.py")
+
+
+def stdio(kind: str, **more: Any) -> dict[str, Any]:
+    return {"command": sys.executable, "args": [str(SERVERS), kind], **more}
+
+
+def toolbox(servers: dict[str, dict[str, Any]], **limits: Any) -> Toolbox:
+    config = ToolsConfig.model_validate({"servers": servers, "default_timeout": 600, **limits})
+    return Toolbox.of(config, ServerSettings(tools=Use.ON))
+
+
+def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60.0) -> Any:
+    """The result of ``body`` while ``box`` runs. No task and no process may remain."""
+
+    async def start_and_stop() -> Any:
+        before = len(asyncio.all_tasks())
+        await box.start()
+        try:
+            return await body()
+        finally:
+            await box.stop()
+            assert len(asyncio.all_tasks()) == before
+
+    result = run(start_and_stop(), seconds)
+    assert not children()
+    return result
+
+
+def children() -> list[str]:
+    """The commands of tool servers that run as child processes."""
+    ps = ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="]
+    output = subprocess.run(ps, check=False, capture_output=True, text=True).stdout
+    return [line for line in output.splitlines() if str(SERVERS) in line]
+
+
+async def call_tool(
+    box: Toolbox, name: str, arguments: str, *, seconds: float = 600.0, room: int = 10_000
+) -> ToolFinished:
+    return await box.run(ServerCall("call_1", name, arguments), box.namespaces, seconds, room)
+
+
+@contextmanager
+def mcp_process(
+    port: int, transport: str, kind: str = "weather"
+) -> Iterator[subprocess.Popen[bytes]]:
+    more = ["--sse"] if transport == "sse" else []
+    command = [str(RAW)] if kind == "raw" else [str(SERVERS), kind]
+    server = subprocess.Popen(
+        [sys.executable, *command, str(port), *more],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        for _ in range(2_400):  # two minutes, where much else is going on
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield server
+    finally:
+        server.kill()
+        server.wait()
