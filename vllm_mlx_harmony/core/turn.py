@@ -406,7 +406,7 @@ class Turn:
     """The number of answers, which are generated independently."""
     prediction: str = ""
     """Text that the answers are likely to repeat."""
-    answer: str = ""
+    fixed_answer: str = ""
     """The answer, if the server gives it in place of the model. Nothing is generated then."""
 
     @property

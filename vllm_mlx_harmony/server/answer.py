@@ -52,7 +52,7 @@ from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
 from vllm_mlx_harmony.server.event_buffer import EventBuffer
-from vllm_mlx_harmony.server.generation import Deltas, Job, prewritten, run, run_choices
+from vllm_mlx_harmony.server.generation import Deltas, Job, deltas_of
 from vllm_mlx_harmony.server.host import TIMED_OUT, Tracker
 from vllm_mlx_harmony.server.observer import Observer
 
@@ -176,11 +176,7 @@ class Answer:
     ) -> None:
         self._lease, self._emitter = job.lease, job.emitter
         self._tracker, self._answers, self._observers = tracker, answers, observers
-        if deltas is None and job.answer:
-            deltas = prewritten(job, observers)
-        elif deltas is None:
-            deltas = (run_choices if job.other_jobs else run)(job, tracker, observers)
-        self._deltas = deltas
+        self._deltas = deltas_of(job, tracker, observers) if deltas is None else deltas
         self._write_last, self._sink = job.write_last, sink
         self._reasoning_end = job.reasoning_end
         self._limits_reasoning = job.constraint is not None and job.constraint.spec.limits_reasoning
@@ -294,7 +290,8 @@ class Answer:
             async with aclosing(self._deltas) as groups:
                 if self._state is State.WAITING:
                     await self._generate(groups)
-        except asyncio.CancelledError:  # by `_stop`, or the engine has stopped
+        except asyncio.CancelledError:
+            # By `_stop`, and then this failure is not written; or because the engine was shut down.
             failure = OutputError("the engine was stopped")
         except Exception as error:  # noqa: BLE001 - the reader gets every error
             failure = error

@@ -66,7 +66,7 @@ async def control(request: Request) -> Response:
 
 
 _ANSWER_ID = re.compile(r"[a-z]{1,16}[-_](?P<seed>[0-9a-f]{1,64})")
-"""A prefix of an API, and ``Received.id_seed``. Bounded, because it is read in the event loop."""
+"""A prefix of an API, and ``LeasedRequest.id_seed``. Bounded, as it is read in the event loop."""
 
 
 async def cancel_request(request: Request, request_id: str) -> Response:

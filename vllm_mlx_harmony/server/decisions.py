@@ -37,7 +37,14 @@ from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
 from vllm_mlx_harmony.server.front_end import Caller
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Context
-from vllm_mlx_harmony.server.serving import Api, Received, check_logprobs, read, respond, serve
+from vllm_mlx_harmony.server.serving import (
+    Api,
+    LeasedRequest,
+    check_logprobs,
+    read_request,
+    respond,
+    serve,
+)
 from vllm_mlx_harmony.tasks import in_thread
 
 REMOTE_LOGPROBS = 20
@@ -78,19 +85,19 @@ async def create_systemone(request: Request) -> Response:
     return await serve(SYSTEM_ONE, request, _decide)
 
 
-async def _decide(received: Received) -> Response:
-    lease, front_end = received.lease, received.front_end
+async def _decide(leased_request: LeasedRequest) -> Response:
+    lease, front_end = leased_request.lease, leased_request.front_end
     host, engine = front_end.host, lease.engine
     defaults = host.defaults(engine)
-    parsed: decisions.DecisionRequest = await read(
-        received.api, received.document, defaults, received.caller
+    parsed: decisions.DecisionRequest = await read_request(
+        leased_request.api, leased_request.document, defaults, leased_request.caller
     )
     name = front_end.names.echoed_name(parsed.model)
     labels, label_ids = await in_thread(_labels)
     turns = [
         _turn(parsed, question, labels, defaults, lease.tenant) for question in parsed.questions
     ]
-    info = ResponseInfo(received.id_seed, 0, name)
+    info = ResponseInfo(leased_request.id_seed, 0, name)
 
     def render() -> list[Context]:
         return [host.context(turn, info, host.renderer) for turn in turns]
@@ -113,14 +120,14 @@ async def _decide(received: Received) -> Response:
             settings,
             emitter,
             stream=False,
-            id_seed=received.id_seed,
+            id_seed=leased_request.id_seed,
             model=name,
             server_settings=front_end.settings,
             append=_logprobs,
         )
         for context in contexts
     )
-    return await respond(received, replace(first, other_jobs=tuple(other_jobs)))
+    return await respond(leased_request, replace(first, other_jobs=tuple(other_jobs)))
 
 
 def _logprobs(step: Step) -> list[Any]:

@@ -3,7 +3,7 @@
 Closing the iterator of deltas frees the engine. `server.answer` owns that iterator.
 
 Several answers to one prompt (Chat's `n`), or to prompts that begin alike (decisions), are
-generated concurrently (`run_choices`). Each is a turn of its own, with its own context, seed,
+generated concurrently (`_run_choices`). Each is a turn of its own, with its own context, seed,
 constraint and tools. The first begins alone. The others start once the engine has computed the
 prompt for the first, and find it in the engine's prefix cache. So a prompt is computed once, unless
 the engine has no such cache.
@@ -122,8 +122,8 @@ class Job:
     """The tools that the server runs in this turn."""
     comments_progress: bool = False
     reports_cached: bool = False
-    answer: str = ""
-    """The answer, if the server gives it in place of the model (`Turn.answer`)."""
+    fixed_answer: str = ""
+    """The answer, if the server gives it in place of the model (`Turn.fixed_answer`)."""
     other_jobs: tuple[Job, ...] = ()
     """Further answers, with the lease, emitter and metrics of this one. Their prompts are the same,
     or begin alike."""
@@ -143,7 +143,15 @@ async def _reusable_tokens(job: Job) -> int | None:
     return await lease.engine.reusable_tokens(prompt, lease.tenant)
 
 
-def run(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
+def deltas_of(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
+    """The deltas of the answer to ``job``, in groups."""
+    if job.fixed_answer:
+        assert not job.other_jobs  # of Chat and decisions, which have no fixed answers
+        return _fixed_answer(job, observers)
+    return (_run_choices if job.other_jobs else _run)(job, tracker, observers)
+
+
+def _run(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
     """The deltas of a turn, in groups: those of `_turn`, with the citations of the browser's
     pages."""
     turn = _turn(job, tracker, observers)
@@ -216,9 +224,9 @@ async def _turn(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> De
     yield await _finish(job, end_reason, state)
 
 
-async def prewritten(job: Job, observers: Sequence[Observer]) -> Deltas:
+async def _fixed_answer(job: Job, observers: Sequence[Observer]) -> Deltas:
     """The deltas of a turn whose answer the server gives. The engine is not used."""
-    ids = answer_ids(job.answer)
+    ids = answer_ids(job.fixed_answer)
     for observer in observers:
         observer.prompt(job.context.render_for_completion(), None)
         observer.step(Step(ids, "stop"))
@@ -384,7 +392,7 @@ _Groups: TypeAlias = "asyncio.Queue[tuple[int, list[Delta] | Exception | None]]"
 """Groups of deltas with the index of their answer; at its end its error, or ``None``."""
 
 
-async def run_choices(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
+async def _run_choices(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
     """The deltas of ``job`` and ``job.other_jobs`` as ``ChoiceDelta``s, in groups, as they come.
 
     The progress of the prompt is that of the first; the last group has the usage of all. Closing
@@ -432,7 +440,7 @@ async def _queue(
     """Generates one answer and puts its groups into the queue, which bounds how far it is ahead."""
     last: Exception | None = None
     try:
-        async with aclosing(run(job, tracker, observers)) as deltas:
+        async with aclosing(_run(job, tracker, observers)) as deltas:
             async for group in deltas:
                 await groups.put((index, group))
     except Exception as error:  # noqa: BLE001 - raised where the groups are read

@@ -50,9 +50,9 @@ from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.sampling import limited_to_context
 from vllm_mlx_harmony.server.serving import (
     Api,
-    Received,
+    LeasedRequest,
     check_logprobs,
-    read,
+    read_request,
     respond,
     serve,
 )
@@ -197,15 +197,17 @@ async def generate_from_ids(request: Request) -> Response:
     return await serve(API, request, _generate)
 
 
-async def _generate(received: Received) -> Response:
+async def _generate(leased_request: LeasedRequest) -> Response:
     """Generates from the prompt, which needs no rendering."""
-    lease = received.lease
-    parsed: IdRequest = await read(API, received.document, Defaults(), received.caller)
+    lease = leased_request.lease
+    parsed: IdRequest = await read_request(
+        API, leased_request.document, Defaults(), leased_request.caller
+    )
     lease.tenant = sha256(f"{lease.tenant}\0{parsed.tenant}".encode()).hexdigest()
     prompt = tuple(parsed.prompt)
     grammar = None
     if parsed.grammar is not None:
-        if received.front_end.enforcement.policy is Policy.OFF:
+        if leased_request.front_end.enforcement.policy is Policy.OFF:
             raise RequestError("grammars are disabled on this server", param="grammar")
         grammar = await enforcement.compile_untrusted(parsed.grammar, lease.tenant)
     spec = ConstraintSpec(grammar=grammar, min_tokens=parsed.min_tokens, binding=True)
@@ -213,7 +215,7 @@ async def _generate(received: Received) -> Response:
     settings = limited_to_context(
         parsed.settings.resolved(), len(prompt), lease.engine.context_length
     )
-    if received.front_end.observer_factories:
+    if leased_request.front_end.observer_factories:
         settings = replace(settings, origins=True)
     check_logprobs(lease, settings, "settings.top_logprobs")
     context: Any = IdContext(prompt)  # its emitter takes ids for deltas
@@ -223,13 +225,13 @@ async def _generate(received: Received) -> Response:
         settings,
         IdEmitter(),
         stream=True,
-        id_seed=received.id_seed,
+        id_seed=leased_request.id_seed,
         model=parsed.model or "",
-        server_settings=received.front_end.settings,
+        server_settings=leased_request.front_end.settings,
         constraint=constraint,
         append=context.append,
     )
-    return await respond(received, job)
+    return await respond(leased_request, job)
 
 
 ENDPOINTS = (

@@ -19,7 +19,7 @@ from vllm_mlx_harmony.server.body import read_document
 from vllm_mlx_harmony.server.endpoint import Endpoint, error_response
 from vllm_mlx_harmony.server.front_end import Caller, front_end_of
 from vllm_mlx_harmony.server.host import Context
-from vllm_mlx_harmony.server.serving import Api, Received, generate, serve
+from vllm_mlx_harmony.server.serving import Api, LeasedRequest, generate, serve
 from vllm_mlx_harmony.server.streams import LINES
 
 
@@ -59,14 +59,14 @@ GENERATE = Api(
 )
 
 
-async def _answer(received: Received) -> Response:
+async def _answer(leased_request: LeasedRequest) -> Response:
     """Generates. A request without a prompt only loads the model: it is loaded while leased."""
-    document = received.document.value
+    document = leased_request.document.value
     if not ollama.loads_only(document):
-        return await generate(received)
-    defaults = received.front_end.host.defaults(None)
-    parsed = received.api.read(document, defaults, received.caller)
-    name = received.front_end.names.echoed_name(parsed.model)
+        return await generate(leased_request)
+    defaults = leased_request.front_end.host.defaults(None)
+    parsed = leased_request.api.read(document, defaults, leased_request.caller)
+    name = leased_request.front_end.names.echoed_name(parsed.model)
     return JSONResponse(ollama.loaded(name, int(time.time()), chat=parsed.chat))
 
 

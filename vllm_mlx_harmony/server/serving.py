@@ -1,7 +1,7 @@
 """A request from its body to its response. All APIs share these steps:
 
-1. ``serve`` parses the body, and leases an engine for it: ``Received``.
-2. ``parse`` has the API read the request: ``Parsed``.
+1. ``serve`` parses the body, and leases an engine for it: ``LeasedRequest``.
+2. ``read_turn_request`` has the API read the request: ``TurnRequest``.
 3. ``prepare`` resolves the sampling settings, renders the prompt and makes the constraint: ``Job``.
 4. ``respond`` starts the ``Answer`` to the job, and reads it.
 
@@ -11,9 +11,8 @@ released, which ``serve`` does. The ``Answer`` owns the lease and the metrics of
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Citation
 from vllm_mlx_harmony.core.errors import HostError, PromptTooLong, RequestError
+from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.prompt_pages import prompt_pages
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import ReplayScope
@@ -51,6 +51,7 @@ from vllm_mlx_harmony.server.observer import (
     Observer,
     make_observers,
 )
+from vllm_mlx_harmony.server.settings import Enforcement
 from vllm_mlx_harmony.server.streams import (
     SERVER_SENT_EVENTS,
     EventStream,
@@ -61,15 +62,13 @@ from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
 from vllm_mlx_harmony.tasks import in_thread
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 MAX_TIMEOUT = 1e9
 """Maximum timeout of a request in seconds: timers cannot be set much further ahead."""
 
 
-class ParsedRequest(Protocol):
+class ApiRequest(Protocol):
     @property
     def turn(self) -> Turn: ...
 
@@ -92,7 +91,7 @@ class Api:
     name: str
     """Its name in the host's metrics."""
     read: Callable[[object, Defaults, Caller], Any]
-    """Makes a ``ParsedRequest`` of a document."""
+    """Makes a ``ApiRequest`` of a document."""
     blocks: bool = False
     """Whether ``read`` waits for a disk or a network, and so runs in a thread."""
     servers: Callable[[object, Collection[str]], Sequence[ClientServer]] = lambda body, labels: ()
@@ -114,12 +113,12 @@ class Api:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class LeasedRequest:
     """A document with a lease of an engine."""
 
     api: Api
     front_end: FrontEnd
-    request: Request
+    http_request: Request
     document: Document
     lease: Lease
     id_seed: str
@@ -131,9 +130,9 @@ class Received:
 
     async def unless_disconnected(self, coming: Awaitable[T]) -> T:
         """Calls ``streams.unless_disconnected`` with the request and its deadline."""
-        return await unless_disconnected(coming, self.request, self.lease.deadline)
+        return await unless_disconnected(coming, self.http_request, self.lease.deadline)
 
-    def answer(self, job: Job, **options: Any) -> Answer:
+    def start_answer(self, job: Job, **options: Any) -> Answer:
         """Starts the answer to ``job``, its metrics and observers; ``options`` as in ``Answer``.
 
         The answer gets the lease.
@@ -142,7 +141,7 @@ class Received:
         observers: tuple[Observer, ...] = ()
         front_end.sharing.answer_begins(front_end.answers)
         if front_end.observer_factories:
-            request = self.request
+            request = self.http_request
             observed = ObservedRequest(
                 self.api.name,
                 request.url.path,
@@ -162,27 +161,27 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
-    """The request as read by its API, and its turn.
+class TurnRequest:
+    """A request as its API has read it."""
 
-    ``defaults`` are the server's, ``servers`` the tool servers that the request names by URL.
-    """
-
-    received: Received
-    request: ParsedRequest
+    leased_request: LeasedRequest
+    api_request: ApiRequest
     turn: Turn
+    """With the tenant of the lease, which ``api_request.turn`` lacks."""
     defaults: Defaults
+    """Those of the server."""
     servers: Sequence[ToolServer]
+    """The tool servers that the request names by URL."""
 
 
-async def generate(received: Received) -> Response:
-    return await respond(received, await prepare(received))
+async def generate(leased_request: LeasedRequest) -> Response:
+    return await respond(leased_request, await prepare(leased_request))
 
 
 async def serve(
     api: Api,
     request: Request,
-    handler: Callable[[Received], Awaitable[Response]] = generate,
+    handler: Callable[[LeasedRequest], Awaitable[Response]] = generate,
     id_seed: str = "",
 ) -> Response:
     """The response to a request of ``api``, made by ``handler``.
@@ -195,7 +194,7 @@ async def serve(
     try:
         async with leased(api, request, document, front_end) as lease:
             seed = id_seed or uuid4().hex
-            return await handler(Received(api, front_end, request, document, lease, seed))
+            return await handler(LeasedRequest(api, front_end, request, document, lease, seed))
     except NotHarmony:
         try:
             return await front_end.host.forward(request)
@@ -207,18 +206,18 @@ async def serve(
 async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
     """The response to a request that counts the tokens of a prompt; ``body`` makes its JSON."""
 
-    async def counted(received: Received) -> Response:
-        return JSONResponse(body(len(await rendered_prompt(received))))
+    async def counted(leased_request: LeasedRequest) -> Response:
+        return JSONResponse(body(len(await rendered_prompt(leased_request))))
 
     return await serve(api, request, counted)
 
 
-async def rendered_prompt(received: Received) -> tuple[int, ...]:
+async def rendered_prompt(leased_request: LeasedRequest) -> tuple[int, ...]:
     """The prompt of a request that is not generated from. Releases the lease."""
-    parsed = await parse(received)
-    turns = _reusable_turns(received)
-    await received.lease.release()  # rendering may take long, and needs no engine
-    context, *_ = await _contexts(parsed, ResponseInfo("", 0, ""), turns)
+    turn_request = await read_turn_request(leased_request)
+    replay = _reusable_turns(leased_request)
+    await leased_request.lease.release()  # rendering may take long, and needs no engine
+    context, *_ = await _contexts(turn_request, ResponseInfo("", 0, ""), replay)
     return context.render_for_completion()
 
 
@@ -265,98 +264,117 @@ async def reject_invalid(api: Api, document: Document, caller: Caller) -> None:
         if api.servers(document.value, toolbox.labels):
             return
         defaults = with_tools(defaults, toolbox, ())
-    await read(api, document, defaults, caller)
+    await read_request(api, document, defaults, caller)
 
 
-async def parse(received: Received) -> Parsed:
+async def read_turn_request(leased_request: LeasedRequest) -> TurnRequest:
     """Reads the request in a document. Raises ``RequestError``."""
-    api, host, lease = received.api, received.front_end.host, received.lease
+    api, host, lease = leased_request.api, leased_request.front_end.host, leased_request.lease
     servers: Sequence[ToolServer] = ()
     defaults = host.defaults(lease.engine)
     if (toolbox := host.toolbox) is not None:
-        if requested := api.servers(received.document.value, toolbox.labels):
+        if requested := api.servers(leased_request.document.value, toolbox.labels):
             servers = await toolbox.clients.connected(requested, lease.tenant)
             lease.endings.push_async_callback(toolbox.clients.stop, servers)
         defaults = with_tools(defaults, toolbox, servers)
-    request = await read(api, received.document, defaults, received.caller)
-    return Parsed(received, request, replace(request.turn, tenant=lease.tenant), defaults, servers)
+    api_request = await read_request(api, leased_request.document, defaults, leased_request.caller)
+    turn = replace(api_request.turn, tenant=lease.tenant)
+    return TurnRequest(leased_request, api_request, turn, defaults, servers)
 
 
-async def read(api: Api, document: Document, defaults: Defaults, caller: Caller) -> Any:
+async def read_request(api: Api, document: Document, defaults: Defaults, caller: Caller) -> Any:
     """Calls ``api.read``, in a thread if that may take long."""
     if document.large or api.blocks:
         return await in_thread(api.read, document.value, defaults, caller)
     return api.read(document.value, defaults, caller)
 
 
-async def prepare(received: Received) -> Job:
+async def prepare(leased_request: LeasedRequest) -> Job:
     """Everything before the answer.
 
     Raises ``HarmonyFailure`` for a request that is invalid, cannot be rendered, does not fit into
     the context, or cannot be enforced, and ``ClientDisconnect``.
     """
-    api, front_end, lease = received.api, received.front_end, received.lease
-    host = front_end.host
-    parsed = await parse(received)
-    request, turn = parsed.request, parsed.turn
-    settings = sampling.resolve(
-        turn.sampling, turn.limits, host.max_tokens, parsed.defaults.sampling
+    api, front_end, lease = leased_request.api, leased_request.front_end, leased_request.lease
+    turn_request = await read_turn_request(leased_request)
+    api_request, turn = turn_request.api_request, turn_request.turn
+    settings = await _settings(turn_request)
+    name = front_end.names.echoed_name(api_request.model)
+    info = ResponseInfo(leased_request.id_seed, int(time.time()), name)
+    replay = _reusable_turns(leased_request)
+    context, *other_contexts = await _contexts(turn_request, info, replay)
+    prompt = context.render_for_completion()
+    settings = sampling.limited_to_context(settings, len(prompt), lease.engine.context_length)
+    enforcement = front_end.enforcement
+    if (reasoning_tokens := front_end.host.reasoning_tokens) is not None:
+        enforcement = replace(enforcement, reasoning_tokens=reasoning_tokens)
+    constraint = None
+    if not turn.fixed_answer:
+        constraint = await constraint_for(turn, context.names, enforcement)
+    tools = await _turn_tools(turn_request, context.names, prompt, enforcement)
+    job = Job(
+        lease,
+        context,
+        settings,
+        api.emitter(api_request, info, context, leased_request.caller),
+        stream=api_request.stream,
+        id_seed=leased_request.id_seed,
+        model=name,
+        server_settings=front_end.settings,
+        constraint=constraint,
+        replay=replay,
+        echoed=api_request.echoed,
+        tools=tools,
+        comments_progress=api.comments_progress and api_request.stream,
+        reports_cached=api.reports_cached,
+        fixed_answer=turn.fixed_answer,
+        cited=api.cited,
     )
-    check_logprobs(lease, settings, api.logprobs)
+    return replace(job, other_jobs=_other_choices(job, other_contexts))
+
+
+async def _settings(turn_request: TurnRequest) -> GenerationSettings:
+    """The settings of the request, not yet limited to the context."""
+    leased_request, turn = turn_request.leased_request, turn_request.turn
+    front_end, lease = leased_request.front_end, leased_request.lease
+    settings = sampling.resolve(
+        turn.sampling, turn.limits, front_end.host.max_tokens, turn_request.defaults.sampling
+    )
+    check_logprobs(lease, settings, leased_request.api.logprobs)
     if front_end.observer_factories:
         settings = replace(settings, origins=True)
     if turn.prediction and lease.engine.has_prediction:  # a hint, as long as a body may be
         predicted = await in_thread(vocab.encode, turn.prediction[:CONTEXT_TOKENS])
         settings = replace(settings, prediction=tuple(predicted[:CONTEXT_TOKENS]))
-    name = received.front_end.names.echoed_name(request.model)
-    info = ResponseInfo(received.id_seed, int(time.time()), name)
-    turns = _reusable_turns(received)
-    context, *other_contexts = await _contexts(parsed, info, turns)
-    prompt_tokens = len(context.render_for_completion())
-    settings = sampling.limited_to_context(settings, prompt_tokens, lease.engine.context_length)
-    wanted = front_end.enforcement
-    if host.reasoning_tokens is not None:
-        wanted = replace(wanted, reasoning_tokens=host.reasoning_tokens)
-    constraint = None
-    if not turn.answer:
-        constraint = await constraint_for(turn, context.names, wanted)
-    tools = None
-    if host.toolbox is not None and turn.namespaces:
-        seconds = lease.deadline.total
-        prompt = context.render_for_completion()
-        pages = await in_thread(prompt_pages, prompt) if turn.has_browser else {}
-        tools = TurnTools(host.toolbox, turn, context.names, wanted, seconds, parsed.servers, pages)
-    job = Job(
-        lease,
-        context,
-        settings,
-        api.emitter(request, info, context, received.caller),
-        stream=request.stream,
-        id_seed=received.id_seed,
-        model=name,
-        server_settings=front_end.settings,
-        constraint=constraint,
-        replay=turns,
-        echoed=request.echoed,
-        tools=tools,
-        comments_progress=api.comments_progress and request.stream,
-        reports_cached=api.reports_cached,
-        answer=turn.answer,
-        cited=api.cited,
-    )
-    if not other_contexts:
-        return job
-    choices = (
+    return settings
+
+
+async def _turn_tools(
+    turn_request: TurnRequest, names: Names, prompt: tuple[int, ...], enforcement: Enforcement
+) -> TurnTools | None:
+    """The tools that the server runs in a turn with this ``prompt``; ``None`` if there are none."""
+    leased_request, turn = turn_request.leased_request, turn_request.turn
+    toolbox = leased_request.front_end.host.toolbox
+    if toolbox is None or not turn.namespaces:
+        return None
+    seconds = leased_request.lease.deadline.total
+    pages = await in_thread(prompt_pages, prompt) if turn.has_browser else {}
+    return TurnTools(toolbox, turn, names, enforcement, seconds, turn_request.servers, pages)
+
+
+def _other_choices(job: Job, contexts: Iterable[Context]) -> tuple[Job, ...]:
+    """The jobs of all choices but the first, which is ``job``."""
+    constraint, tools = job.constraint, job.tools
+    return tuple(
         replace(
             job,
-            context=other,
+            context=context,
             settings=sampling.reseeded(job.settings, choice),
             constraint=None if constraint is None else Constraint(constraint.spec),
             tools=None if tools is None else tools.fresh(),
         )
-        for choice, other in enumerate(other_contexts, start=1)
+        for choice, context in enumerate(contexts, start=1)
     )
-    return replace(job, other_jobs=tuple(choices))
 
 
 def check_logprobs(lease: Lease, settings: GenerationSettings, field: str) -> None:
@@ -365,14 +383,17 @@ def check_logprobs(lease: Lease, settings: GenerationSettings, field: str) -> No
         raise unsupported(field, f"{field}: this server's engine does not return log probabilities")
 
 
-async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | None) -> list[Context]:
+async def _contexts(
+    turn_request: TurnRequest, info: ResponseInfo, replay: ReplayScope | None
+) -> list[Context]:
     """The context of each choice. Renders the turn, in a thread if that may take long.
 
     Tools may be large even if the body is small, since a schema can use a ``$ref`` many times.
     """
-    host, turn = parsed.received.front_end.host, parsed.turn
-    renderer = partial(host.renderer, replay=turns)
-    blocks = turns is not None and turns.blocks
+    leased_request, turn = turn_request.leased_request, turn_request.turn
+    host = leased_request.front_end.host
+    renderer = partial(host.renderer, replay=replay)
+    is_long = leased_request.document.large or turn.tools or turn.characters >= LARGE
 
     def render() -> list[Context]:
         if turn.choices == 1:
@@ -387,39 +408,39 @@ async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | Non
         return [host.context(turn, of_choice, render_once) for of_choice in infos]
 
     try:
-        if not (parsed.received.document.large or turn.tools or turn.characters >= LARGE or blocks):
-            return render()
-        return await in_thread(render)
+        if is_long or (replay is not None and replay.blocks):
+            return await in_thread(render)
+        return render()
     except PromptTooLong as error:  # the renderer does not know the window of the engine
-        window = parsed.received.lease.engine.context_length
+        window = leased_request.lease.engine.context_length
         if window is None:
             raise
         raise error.within(window) from error
 
 
-def _reusable_turns(received: Received) -> ReplayScope | None:
+def _reusable_turns(leased_request: LeasedRequest) -> ReplayScope | None:
     """The turns that the prompt may reuse: those of the same model and tenant."""
-    turns, lease = received.front_end.turns, received.lease
+    turns, lease = leased_request.front_end.turns, leased_request.lease
     return None if turns is None else turns.view(f"{lease.engine.model}\0{lease.tenant}")
 
 
-async def respond(received: Received, job: Job) -> Response:
+async def respond(leased_request: LeasedRequest, job: Job) -> Response:
     """The response, streamed or whole as requested.
 
     The headers of a stream are sent with the first event. Errors before that have an HTTP status.
     """
-    answer = received.answer(job)
+    answer = leased_request.start_answer(job)
     try:
         # If no time is left, the answer itself raises the error and counts it as a timeout.
         if not job.stream:
-            document = await received.unless_disconnected(answer.document())
-            if not received.document.large:
+            document = await leased_request.unless_disconnected(answer.document())
+            if not leased_request.document.large:
                 return JSONResponse(document)
             # Responses repeats the request's tools and instructions.
             text = await in_thread(encode_in_chunks, document)
             return Response(text, media_type=JSONResponse.media_type)
-        await received.unless_disconnected(answer.first_event())
-        return EventStream(received.request, answer, received.api.framing)
+        await leased_request.unless_disconnected(answer.first_event())
+        return EventStream(leased_request.http_request, answer, leased_request.api.framing)
     except BaseException as error:
         # An answer that failed by itself has already recorded its result.
         await answer.aclose("timeout" if isinstance(error, HostError) else "client_closed")

@@ -24,7 +24,7 @@ from vllm_mlx_harmony.server import models
 from vllm_mlx_harmony.server.body import read_document
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint, json_in_thread
 from vllm_mlx_harmony.server.front_end import Caller, front_end_of
-from vllm_mlx_harmony.server.serving import Api, Received, rendered_prompt, serve
+from vllm_mlx_harmony.server.serving import Api, LeasedRequest, rendered_prompt, serve
 from vllm_mlx_harmony.tasks import in_thread
 
 
@@ -59,14 +59,14 @@ async def tokenize(request: Request) -> Response:
     return await serve(TOKENIZE, request, _tokenize)
 
 
-async def _tokenize(received: Received) -> Response:
-    document, length = received.document.value, received.lease.engine.context_length
+async def _tokenize(leased_request: LeasedRequest) -> Response:
+    document, length = leased_request.document.value, leased_request.lease.engine.context_length
     body = document if isinstance(document, dict) else {}
     if body.get("messages") is not None:
-        ids: Sequence[int] = await rendered_prompt(received)
+        ids: Sequence[int] = await rendered_prompt(leased_request)
         strings = body.get("return_token_strs") is True
         return await json_in_thread(_vllm_document, ids, length, strings)
-    parsed = _read(document, Defaults(), received.caller)
+    parsed = _read(document, Defaults(), leased_request.caller)
     assert isinstance(parsed, TokenizeBody)  # there are no messages
     if parsed.prompt is not None:
         ids = await in_thread(vocab.encode, parsed.prompt)

@@ -385,10 +385,10 @@ def begin(job: Job, **options: Any) -> answers.Answer:
 def generate_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Replaces what a turn generates."""
 
-    def replace_run(source: Any) -> None:
-        monkeypatch.setattr(answers, "run", lambda job, *_: source(job))
+    def replace_deltas(source: Any) -> None:
+        monkeypatch.setattr(answers, "deltas_of", lambda job, *_: source(job))
 
-    return replace_run
+    return replace_deltas
 
 
 async def slowly(job: Any) -> AsyncIterator[list[Delta]]:

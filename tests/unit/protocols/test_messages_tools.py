@@ -229,7 +229,7 @@ def test_unavailable_tools_are_in_prompt_and_answer() -> None:
     request = read_request(FUNCTION, SEARCH, {**SEARCH, "type": "web_search_20260318"})
     assert request.turn.messages == (notice(["web_search"]), User("Hello"))
     assert [tool.name for tool in request.turn.tools] == ["f"]
-    assert request.turn.answer == ""
+    assert request.turn.fixed_answer == ""
     message, _ = generate(request, "<|channel|>final<|message|>Hi.<|return|>", stream=False)
     assert message["unavailable_tools"] == ["web_search"]
     assert message["content"] == [{"type": "text", "text": "Hi."}]
@@ -252,9 +252,11 @@ def test_every_unavailable_tool_is_named(tool: dict[str, Any], name: str) -> Non
     assert read_request(FUNCTION, tool).unavailable.tools == (name,)
     assert read_request(FUNCTION, tool, tool_choice={"type": "none"}).unavailable.tools == ()
     request = read_request(tool)
-    assert request.turn.answer.startswith(f"Not available on this server: {name}. No search took")
+    assert request.turn.fixed_answer.startswith(
+        f"Not available on this server: {name}. No search took"
+    )
     message, _ = generate_refusal(request)
-    assert message["content"][-1] == {"type": "text", "text": request.turn.answer}
+    assert message["content"][-1] == {"type": "text", "text": request.turn.fixed_answer}
     kinds = [block["type"] for block in message["content"]]
     calls = ["server_tool_use", f"{name}_tool_result"] if name in SERVER_TOOLS.values() else []
     assert kinds == [*calls, "text"]
@@ -263,8 +265,8 @@ def test_every_unavailable_tool_is_named(tool: dict[str, Any], name: str) -> Non
 
 
 def generate_refusal(request: MessagesRequest) -> tuple[dict[str, Any], Any]:
-    assert request.turn.answer
-    text = encoding().decode(list(answer_ids(request.turn.answer)))
+    assert request.turn.fixed_answer
+    text = encoding().decode(list(answer_ids(request.turn.fixed_answer)))
     return generate(request, text, stream=request.stream)
 
 
@@ -275,7 +277,7 @@ def generate_refusal(request: MessagesRequest) -> tuple[dict[str, Any], Any]:
 def test_search_alone_fails_as_in_anthropic_api(choice: Any, stream: bool) -> None:
     """Claude Code's WebSearch: its request has this tool alone, and may require it."""
     request = read_request(SEARCH, tool_choice=choice, stream=stream, stop_sequences=["search"])
-    assert request.turn.answer == REFUSAL
+    assert request.turn.fixed_answer == REFUSAL
     assert request.turn.tool_choice == ToolChoice()
     message, _ = generate_refusal(request)
     call, result, text = message["content"]
@@ -298,7 +300,7 @@ def test_required_search_beside_other_tools_fails() -> None:
         FUNCTION, SEARCH, {"type": "code_execution_20250825"}, tool_choice=PINNED
     )
     assert request.unavailable.tools == ("web_search", "code_execution")
-    assert request.turn.answer == REFUSAL
+    assert request.turn.fixed_answer == REFUSAL
     assert len(generate_refusal(request)[0]["content"]) == 3
     choice = {"type": "any"}
     assert read_request(FUNCTION, SEARCH, tool_choice=choice).turn.tool_choice == ToolChoice(True)
@@ -307,9 +309,12 @@ def test_required_search_beside_other_tools_fails() -> None:
 def test_function_may_have_name_of_search() -> None:
     function = {**FUNCTION, "name": "web_search"}
     request = read_request(function, SEARCH, tool_choice=PINNED)
-    assert request.turn.answer == ""
+    assert request.turn.fixed_answer == ""
     assert request.turn.tool_choice == ToolChoice(required=True, names=("web_search",))
-    assert read_request(FUNCTION, SEARCH, tool_choice={**PINNED, "type": "auto"}).turn.answer == ""
+    assert (
+        read_request(FUNCTION, SEARCH, tool_choice={**PINNED, "type": "auto"}).turn.fixed_answer
+        == ""
+    )
 
 
 def test_conversation_continues_after_refusal() -> None:
@@ -321,11 +326,11 @@ def test_conversation_continues_after_refusal() -> None:
         {"role": "user", "content": "From memory, then."},
     ]
     request = read_request(SEARCH, messages=history)
-    assert request.turn.answer == ""
+    assert request.turn.fixed_answer == ""
     assert request.turn.messages[0] == notice(["web_search"])
     assert Answer(REFUSAL) in request.turn.messages
     assert request.unavailable.tools == ("web_search",)
-    assert read_request(SEARCH, messages=history, tool_choice=PINNED).turn.answer == REFUSAL
+    assert read_request(SEARCH, messages=history, tool_choice=PINNED).turn.fixed_answer == REFUSAL
 
 
 def test_unavailable_tool_added_later_is_named_there() -> None:
@@ -340,9 +345,9 @@ def test_similar_server_tool_replaces_unavailable_tool() -> None:
     defaults = Defaults(namespaces=(browser,), tools_for_all=True)
     body = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": [SEARCH]}
     request = read(body, defaults, Tagged())
-    assert (request.unavailable.tools, request.turn.answer) == ((), "")
+    assert (request.unavailable.tools, request.turn.fixed_answer) == ((), "")
     request = read({**body, "tools": [{"type": "code_execution_20250825"}]}, defaults, Tagged())
-    assert (request.unavailable.tools, request.turn.answer) == (("code_execution",), "")
+    assert (request.unavailable.tools, request.turn.fixed_answer) == (("code_execution",), "")
 
 
 def test_notice_is_one_line() -> None:

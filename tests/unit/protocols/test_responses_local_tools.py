@@ -517,7 +517,7 @@ def test_unavailable_tools_are_in_prompt_and_answer() -> None:
     )
     assert request.turn.messages == (notice(["web_search", "shell"]), User("Hello"))
     assert [tool.name for tool in request.turn.tools] == ["f"]
-    assert request.turn.answer == ""
+    assert request.turn.fixed_answer == ""
     _, response, _ = generate(request, FINAL)
     assert response["unavailable_tools"] == ["web_search", "shell"]
     assert [item["type"] for item in response["output"]] == ["message"]
@@ -525,8 +525,8 @@ def test_unavailable_tools_are_in_prompt_and_answer() -> None:
 
 
 def generate_refusal(request: ResponsesRequest) -> dict[str, Any]:
-    assert request.turn.answer
-    text = encoding().decode(list(answer_ids(request.turn.answer)))
+    assert request.turn.fixed_answer
+    text = encoding().decode(list(answer_ids(request.turn.fixed_answer)))
     return generate(request, text)[1]
 
 
@@ -585,7 +585,7 @@ def test_every_unavailable_tool_is_named(
         failed = [(item, None if item == "mcp_list_tools" else "failed")] if item else []
         assert kinds == [*failed, ("message", "completed")]
         (part,) = response["output"][-1]["content"]
-        assert part["text"] == request.turn.answer
+        assert part["text"] == request.turn.fixed_answer
         assert part["text"].startswith(f"Not available on this server: {name}. No search took")
         assert (response["status"], response["unavailable_tools"]) == ("completed", [name])
 
@@ -606,7 +606,7 @@ def test_required_search_beside_other_tools_fails() -> None:
 def test_server_may_have_name_of_choice_rule(label: str) -> None:
     server = {"type": "mcp", "server_label": label}
     for choice in ("auto", "required", {"type": "function", "name": "f"}):
-        assert read_request(FUNCTION, server, tool_choice=choice).turn.answer == ""
+        assert read_request(FUNCTION, server, tool_choice=choice).turn.fixed_answer == ""
 
 
 def test_required_shell_in_container_fails() -> None:
@@ -621,18 +621,18 @@ def test_conversation_continues_after_refusal() -> None:
     response = generate_refusal(first)
     items = [HELLO, *response["output"], {"role": "user", "content": "From memory, then."}]
     request = read_request(search, input=items)
-    assert request.turn.answer == ""
-    assert Answer(first.turn.answer) in request.turn.messages
+    assert request.turn.fixed_answer == ""
+    assert Answer(first.turn.fixed_answer) in request.turn.messages
     assert request.turn.messages[0] == notice(["web_search"])
-    stored = (User("Hello"), Answer(first.turn.answer))
+    stored = (User("Hello"), Answer(first.turn.fixed_answer))
     body = {"model": "m", "input": "And?", "tools": [search]}
-    assert read(body, DEFAULTS, Tagged(), stored).turn.answer == ""
+    assert read(body, DEFAULTS, Tagged(), stored).turn.fixed_answer == ""
 
 
 def test_compaction_is_not_refused() -> None:
     items = [HELLO, {"type": "compaction_trigger"}]
-    assert read_request({"type": "web_search"}, input=items).turn.answer == ""
-    assert read_request({"type": "web_search"}).compaction().turn.answer == ""
+    assert read_request({"type": "web_search"}, input=items).turn.fixed_answer == ""
+    assert read_request({"type": "web_search"}).compaction().turn.fixed_answer == ""
 
 
 def test_server_tools_are_available() -> None:
@@ -641,7 +641,7 @@ def test_server_tools_are_available() -> None:
     code = {"type": "code_interpreter", "container": {"type": "auto"}}
     defaults = Defaults(namespaces=(browser,))
     request = read_request({"type": "web_search"}, code, defaults=defaults)
-    assert request.turn.answer == ""
+    assert request.turn.fixed_answer == ""
     assert generate(request, FINAL)[1]["unavailable_tools"] == ["code_interpreter"]
 
 

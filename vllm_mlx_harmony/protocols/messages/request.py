@@ -196,7 +196,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> tuple[T
         thinking=thinking,
         namespaces=namespaces,
         pauses=True,
-        answer=missing.answer,
+        fixed_answer=missing.answer,
     )
     return turn, missing
 

@@ -69,7 +69,7 @@ def compacting(turn: Turn) -> Turn:
     """
     plain = (FormatUpdate(None),) if turn.answer_format is not None else ()
     messages = (*with_missing_results(turn.messages), *plain, User(PROMPT))
-    return replace(turn, messages=messages, tool_choice=ToolChoice(names=()), answer="")
+    return replace(turn, messages=messages, tool_choice=ToolChoice(names=()), fixed_answer="")
 
 
 def compacted(before: Iterable[Message], answer: Iterable[Message]) -> tuple[Message, ...]:

@@ -235,7 +235,7 @@ def read(
         tools,
         server,
     )
-    turn = replace(turn, answer="" if compacts else missing.answer)
+    turn = replace(turn, fixed_answer="" if compacts else missing.answer)
     include = request.include or ()
     lists = [item.document for item in (*before, *items) if item.type == "mcp_list_tools"]
     listed |= {str(document.get("server_label")) for document in lists}

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server import serving
 from vllm_mlx_harmony.server.front_end import Caller
 from vllm_mlx_harmony.server.generation import Job
-from vllm_mlx_harmony.server.serving import Api, Received
+from vllm_mlx_harmony.server.serving import Api, LeasedRequest
 from vllm_mlx_harmony.server.storage.persistence import SEED_BYTES, StoringEmitter
 from vllm_mlx_harmony.server.storage.store import ResourceKey, StoredResponse
 
@@ -91,12 +91,12 @@ RESPONSES = Api(
 )
 
 
-async def prepare(received: Received) -> tuple[Job, StoringEmitter]:
+async def prepare(leased_request: LeasedRequest) -> tuple[Job, StoringEmitter]:
     """What ``serving.prepare`` makes of a request of ``RESPONSES``, and its emitter.
 
     The emitter writes the last events, when it has stored the response.
     """
-    job = await serving.prepare(received)
+    job = await serving.prepare(leased_request)
     emitter = job.emitter
     assert isinstance(emitter, StoringEmitter)  # made by ``RESPONSES``
     return replace(job, write_last=emitter.write_last), emitter

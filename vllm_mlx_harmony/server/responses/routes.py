@@ -21,7 +21,7 @@ from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, read
 from vllm_mlx_harmony.server.serving import (
     Api,
-    Received,
+    LeasedRequest,
     count,
     respond,
     serve,
@@ -68,13 +68,14 @@ async def create_response(request: Request) -> Response:
     return await serve(RESPONSES, request, _create, new_id_seed())
 
 
-async def _create(received: Received) -> Response:
-    job, emitter = await lookup.prepare(received)
+async def _create(leased_request: LeasedRequest) -> Response:
+    job, emitter = await lookup.prepare(leased_request)
     if not emitter.request.background:
-        return await respond(received, job)
-    response = await received.front_end.responses.start(job, emitter, received.answer)
+        return await respond(leased_request, job)
+    responses = leased_request.front_end.responses
+    response = await responses.start(job, emitter, leased_request.start_answer)
     if job.stream:
-        return EventStream(received.request, response.follow())
+        return EventStream(leased_request.http_request, response.follow())
     document = response.document
     return await json_in_thread(lambda: document)
 

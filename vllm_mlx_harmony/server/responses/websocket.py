@@ -37,7 +37,7 @@ from vllm_mlx_harmony.server.front_end import Caller, front_end_of, host_of
 from vllm_mlx_harmony.server.generation import Deltas, Job
 from vllm_mlx_harmony.server.host import NotHarmony
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, prepare, read
-from vllm_mlx_harmony.server.serving import Received, leased
+from vllm_mlx_harmony.server.serving import LeasedRequest, leased
 from vllm_mlx_harmony.server.storage.persistence import StoringEmitter, new_id_seed
 from vllm_mlx_harmony.server.streams import (
     abort_connection,
@@ -183,10 +183,12 @@ class ResponsesSocket:
         scope = {**self._socket.scope, "type": "http", "method": "POST"}
         request = Request(scope, _empty_body())
         async with leased(self._api, request, body, self._front_end) as lease:
-            received = Received(self._api, self._front_end, request, body, lease, new_id_seed())
-            job, emitter = await prepare(received)
+            leased_request = LeasedRequest(
+                self._api, self._front_end, request, body, lease, new_id_seed()
+            )
+            job, emitter = await prepare(leased_request)
             deltas = None if generates else _no_output(job)
-            async with aclosing(received.answer(job, deltas=deltas)) as events:
+            async with aclosing(leased_request.start_answer(job, deltas=deltas)) as events:
                 await events.first_event()  # earlier errors have a status, as over HTTP
                 async for event in events:
                     if not (event is DONE or event.comment):

@@ -145,7 +145,8 @@ class BackgroundResponses:
     async def start(
         self, job: Job, emitter: StoringEmitter, begin: Callable[..., Answer]
     ) -> BackgroundResponse:
-        """Starts the response of ``emitter``, whose answer ``begin`` makes (``Received.answer``).
+        """Starts the response of ``emitter``, whose answer ``begin`` starts, as
+        ``LeasedRequest.start_answer`` does.
 
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
         """
