@@ -66,7 +66,7 @@ def warm_up(policy: Policy) -> None:
     threading.Thread(target=prepare, name="harmony-grammar", daemon=True).start()
 
 
-async def constraint_for(turn: Turn, names: Names, wanted: Enforcement) -> Constraint | None:
+async def constraint_for(turn: Turn, names: Names, enforcement: Enforcement) -> Constraint | None:
     """The constraint of the output of ``turn``, rendered with ``names``; ``None`` if unconstrained.
 
     Raises ``RequestError`` for what cannot be enforced, and ``HostError`` 503 if that cannot be
@@ -74,17 +74,17 @@ async def constraint_for(turn: Turn, names: Names, wanted: Enforcement) -> Const
     """
     declared = turn.callable_tools or turn.builtin_namespaces or turn.namespaces
     grammar = None
-    if wanted.policy is Policy.OFF:
+    if enforcement.policy is Policy.OFF:
         _reject_unenforceable(turn)
     else:
         if not (declared or turn.answer_format or turn.prefill):
             # The grammar is short and, after the tenant's first request, already compiled. A thread
             # would add a tenth to the request's time.
-            written = grammar_of(turn, names, wanted.policy)
+            written = grammar_of(turn, names, enforcement.policy)
             grammar = None if written is None else find_compiled(written, turn.tenant)
         if grammar is None:
-            compiling = partial(_compiled, turn, names, wanted.policy)
-            grammar = await _in_thread(compiling, turn.tenant)
+            compiling = partial(_compile_strongest, turn, names, enforcement.policy)
+            grammar = await _with_check(compiling, turn.tenant)
     chosen = turn.tool_choice.required or turn.tool_choice.names is not None
     if names.aliases or names.server:  # a first request encodes the names of all tools
         headers = await in_thread(expected_headers, names, turn.tenant)
@@ -92,12 +92,12 @@ async def constraint_for(turn: Turn, names: Names, wanted: Enforcement) -> Const
         headers = expected_headers(names, turn.tenant)
     spec = ConstraintSpec(
         grammar=grammar,
-        reasoning_tokens=wanted.reasoning_budget(turn.limits, can_call=bool(declared)),
-        repetitions=wanted.repetitions,
+        reasoning_tokens=enforcement.reasoning_budget(turn.limits, can_call=bool(declared)),
+        repetitions=enforcement.repetitions,
         min_tokens=turn.limits.min_tokens,
         answering=turn.prefill is not None,
         names=names,
-        binding=is_strict(turn, wanted.policy) or chosen,
+        binding=is_strict(turn, enforcement.policy) or chosen,
         headers=headers,
     )
     return Constraint(spec) if spec else None
@@ -111,15 +111,18 @@ async def compile_untrusted(text: str, tenant: str) -> Compiled:
     """
 
     def compiling(check: GrammarCheck) -> Compiled:
-        found = _tried(Grammar(text, untrusted=True), Turn((), tenant=tenant), check)
-        if isinstance(found, str):
-            raise RequestError(f"the grammar cannot be enforced: {found}", param="grammar")
-        return found
+        try:
+            return _compile(Grammar(text, untrusted=True), Turn((), tenant=tenant), check)
+        except NotCompiled as error:
+            problem = f"the grammar cannot be enforced: {error.message}"
+            raise RequestError(problem, param="grammar") from error
 
-    return await _in_thread(compiling, tenant)
+    return await _with_check(compiling, tenant)
 
 
-def _compiled(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> Compiled | None:
+def _compile_strongest(
+    turn: Turn, names: Names, policy: Policy, check: GrammarCheck
+) -> Compiled | None:
     """The strongest grammar of ``turn`` that can be compiled; ``None`` if none can.
 
     Raises ``RequestError`` if the turn is strict and its grammar cannot be compiled, and where a
@@ -132,14 +135,13 @@ def _compiled(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> 
         strongest = next(grammars, None)
     for grammar in filter(None, chain([strongest], grammars)):
         try:
-            found = _tried(grammar, turn, check)
+            return _compile(grammar, turn, check)
+        except NotCompiled as error:
+            problem = error.message
         except CheckUnavailable as error:
             if strict:
                 raise
-            found = str(error)
-        if isinstance(found, Compiled):
-            return found
-        problem = found
+            problem = str(error)
     if strict:
         where = "tools" if turn.callable_tools else "response_format"
         refusal = f"the grammar for these tools and formats cannot be used: {problem}"
@@ -151,30 +153,28 @@ def _compiled(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> 
     return None
 
 
-def _tried(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | str:
-    """``grammar``, compiled, or why it cannot be. Raises ``CheckUnavailable``."""
-    found = find_compiled(grammar, turn.tenant)
-    if found is None:
-        problem, size = "", 0
-        if grammar.untrusted:
-            problem, size = check.verdict(grammar.text, turn.prefill or "")
+def _compile(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled:
+    """``grammar``, compiled. Raises ``NotCompiled`` and ``CheckUnavailable``."""
+    if (compiled := find_compiled(grammar, turn.tenant)) is not None:
+        return compiled
+    size = 0
+    if grammar.untrusted:
+        problem, size = check.verdict(grammar.text, turn.prefill or "")
         if problem:
-            return problem
-        with check.writing():
-            try:
-                found = compile_grammar(grammar, turn.tenant, size)
-            except NotCompiled as error:
-                return error.message
-        for note in grammar.notes:
-            logger.warning("%s", note)
-    return found
+            raise NotCompiled(problem)
+    with check.writing():
+        compiled = compile_grammar(grammar, turn.tenant, size)
+    for note in grammar.notes:
+        logger.warning("%s", note)
+    return compiled
 
 
 _threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="harmony-grammar")
-"""Most of them wait for the helper process, so asyncio's few default threads are not used."""
+"""Most of them wait for the helper process, so asyncio's few default threads are not used. There
+are many, since a request that gets no thread would wait longer than ``REQUEST_WAIT_SECONDS``."""
 
 
-async def _in_thread(compiling: Callable[[GrammarCheck], _R], tenant: str) -> _R:
+async def _with_check(compiling: Callable[[GrammarCheck], _R], tenant: str) -> _R:
     """Calls ``compiling`` in a thread. Raises ``HostError`` 503 for ``CheckUnavailable``."""
     loop = asyncio.get_running_loop()
     try:
