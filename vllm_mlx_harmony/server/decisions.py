@@ -85,11 +85,11 @@ async def create_systemone(request: Request) -> Response:
     return await serve(SYSTEM_ONE, request, _decide)
 
 
-async def _decide(leased_request: LeasedRequest) -> Response:
+async def _decide(leased_request: LeasedRequest[Api[decisions.DecisionRequest]]) -> Response:
     lease, front_end = leased_request.lease, leased_request.front_end
     host, engine = front_end.host, lease.engine
     defaults = host.defaults(engine)
-    parsed: decisions.DecisionRequest = await read_request(
+    parsed = await read_request(
         leased_request.api, leased_request.document, defaults, leased_request.caller
     )
     name = front_end.names.echoed_name(parsed.model)

@@ -197,12 +197,10 @@ async def generate_from_ids(request: Request) -> Response:
     return await serve(API, request, _generate)
 
 
-async def _generate(leased_request: LeasedRequest) -> Response:
+async def _generate(leased_request: LeasedRequest[Api[IdRequest]]) -> Response:
     """Generates from the prompt, which needs no rendering."""
     lease = leased_request.lease
-    parsed: IdRequest = await read_request(
-        API, leased_request.document, Defaults(), leased_request.caller
-    )
+    parsed = await read_request(API, leased_request.document, Defaults(), leased_request.caller)
     lease.tenant = sha256(f"{lease.tenant}\0{parsed.tenant}".encode()).hexdigest()
     prompt = tuple(parsed.prompt)
     grammar = None

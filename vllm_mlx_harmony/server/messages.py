@@ -14,7 +14,7 @@ from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import messages
 from vllm_mlx_harmony.server.endpoint import Endpoint, error_response
 from vllm_mlx_harmony.server.front_end import Caller, host_of
-from vllm_mlx_harmony.server.serving import Api, count, serve
+from vllm_mlx_harmony.server.serving import TurnApi, count, generate, serve
 
 REQUEST_ID = "request-id"
 API_KEY, BEARER = b"x-api-key", b"authorization"
@@ -29,12 +29,13 @@ def _read(body: object, defaults: Defaults, caller: Caller) -> messages.Messages
     return parsed
 
 
-MESSAGES = Api(
+MESSAGES = TurnApi(
     "anthropic_messages",
     _read,
     comments_progress=True,
     reports_cached=True,
     servers=messages.client_servers,
+    emitter=lambda request, info, context, caller: request.emitter(info),
     cited=lambda _: "",  # a citation is beside the text
 )
 
@@ -48,7 +49,7 @@ COUNT = replace(
 async def create_message(request: Request) -> Response:
     """``POST /v1/messages``."""
     id_seed = uuid4().hex
-    response = await serve(MESSAGES, request, id_seed=id_seed)
+    response = await serve(MESSAGES, request, generate, id_seed=id_seed)
     response.headers[REQUEST_ID] = messages.request_id(id_seed)
     return response
 

@@ -19,7 +19,7 @@ from vllm_mlx_harmony.server.body import read_document
 from vllm_mlx_harmony.server.endpoint import Endpoint, error_response
 from vllm_mlx_harmony.server.front_end import Caller, front_end_of
 from vllm_mlx_harmony.server.host import Context
-from vllm_mlx_harmony.server.serving import Api, LeasedRequest, generate, serve
+from vllm_mlx_harmony.server.serving import LeasedTurnRequest, TurnApi, generate, serve
 from vllm_mlx_harmony.server.streams import LINES
 
 
@@ -45,13 +45,13 @@ def _emitter(
     return _Timed(parsed.emitter(info, time.monotonic_ns()))
 
 
-CHAT = Api(
+CHAT = TurnApi(
     "ollama_chat",
     lambda body, defaults, caller: ollama.read_chat(body, defaults),
     emitter=_emitter,
     framing=LINES,
 )
-GENERATE = Api(
+GENERATE = TurnApi(
     "ollama_generate",
     lambda body, defaults, caller: ollama.read_generate(body, defaults),
     emitter=_emitter,
@@ -59,7 +59,7 @@ GENERATE = Api(
 )
 
 
-async def _answer(leased_request: LeasedRequest) -> Response:
+async def _answer(leased_request: LeasedTurnRequest) -> Response:
     """Generates. A request without a prompt only loads the model: it is loaded while leased."""
     document = leased_request.document.value
     if not ollama.loads_only(document):

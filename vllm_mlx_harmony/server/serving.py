@@ -14,9 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -69,6 +69,8 @@ MAX_TIMEOUT = 1e9
 
 
 class ApiRequest(Protocol):
+    """A request for a turn, as its API reads it."""
+
     @property
     def turn(self) -> Turn: ...
 
@@ -78,45 +80,56 @@ class ApiRequest(Protocol):
     @property
     def stream(self) -> bool: ...
 
-    def emitter(self, info: ResponseInfo) -> Emitter: ...
-
     def echoed(self, message: Message) -> Message:
         """How ``message`` will be parsed when the client sends the answer back."""
 
 
+R_co = TypeVar("R_co", covariant=True)
+ApiRequestT = TypeVar("ApiRequestT", bound=ApiRequest)
+
+
 @dataclass(frozen=True, slots=True)
-class Api:
-    """What is specific to an API."""
+class Api(Generic[R_co]):
+    """What is specific to an API: what ``serve`` and ``respond`` need."""
 
     name: str
     """Its name in the host's metrics."""
-    read: Callable[[object, Defaults, Caller], Any]
-    """Makes a ``ApiRequest`` of a document."""
+    read: Callable[[object, Defaults, Caller], R_co]
+    """Makes a request of a document. Raises ``RequestError``."""
     blocks: bool = False
     """Whether ``read`` waits for a disk or a network, and so runs in a thread."""
     servers: Callable[[object, Collection[str]], Sequence[ClientServer]] = lambda body, labels: ()
     """Returns the tool servers that a document names by URL, given the labels of the operator's."""
-    emitter: Callable[[Any, ResponseInfo, Context, Caller], Emitter] = (
-        lambda parsed, info, context, caller: parsed.emitter(info)
-    )
+    more_values: int = 0
+    """JSON values that a body may have beyond the limit (`body`)."""
+    framing: Framing = SERVER_SENT_EVENTS
+
+
+@dataclass(frozen=True, slots=True)
+class TurnApi(Api[ApiRequestT]):
+    """An API whose requests are turns: what ``prepare`` needs as well."""
+
+    emitter: Callable[[ApiRequestT, ResponseInfo, Context, Caller], Emitter] = field(kw_only=True)
+    """Makes the emitter of the answer to a request."""
     reports_cached: bool = False
     """Whether streams begin with the usage of the prompt."""
     comments_progress: bool = False
     """Whether comments in a stream report the progress of the prompt, until the first token."""
-    more_values: int = 0
-    """JSON values that a body may have beyond the limit (`body`)."""
     logprobs: str = "logprobs"
     """The field that requests log probabilities."""
-    framing: Framing = SERVER_SENT_EVENTS
     cited: Callable[[Citation], str] = link
     """The text of a citation in an answer."""
 
 
+ApiT = TypeVar("ApiT", bound=Api[Any])
+ApiT_co = TypeVar("ApiT_co", bound=Api[Any], covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class LeasedRequest:
+class LeasedRequest(Generic[ApiT_co]):
     """A document with a lease of an engine."""
 
-    api: Api
+    api: ApiT_co
     front_end: FrontEnd
     http_request: Request
     document: Document
@@ -164,7 +177,7 @@ class LeasedRequest:
 class TurnRequest:
     """A request as its API has read it."""
 
-    leased_request: LeasedRequest
+    leased_request: LeasedRequest[Api[Any]]
     api_request: ApiRequest
     turn: Turn
     """With the tenant of the lease, which ``api_request.turn`` lacks."""
@@ -174,14 +187,17 @@ class TurnRequest:
     """The tool servers that the request names by URL."""
 
 
-async def generate(leased_request: LeasedRequest) -> Response:
+LeasedTurnRequest: TypeAlias = LeasedRequest[TurnApi[Any]]
+
+
+async def generate(leased_request: LeasedTurnRequest) -> Response:
     return await respond(leased_request, await prepare(leased_request))
 
 
 async def serve(
-    api: Api,
+    api: ApiT,
     request: Request,
-    handler: Callable[[LeasedRequest], Awaitable[Response]] = generate,
+    handler: Callable[[LeasedRequest[ApiT]], Awaitable[Response]],
     id_seed: str = "",
 ) -> Response:
     """The response to a request of ``api``, made by ``handler``.
@@ -203,16 +219,18 @@ async def serve(
             raise RequestError(problem, status=404, param="model") from error
 
 
-async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
+async def count(
+    api: TurnApi[Any], request: Request, body: Callable[[int], dict[str, Any]]
+) -> Response:
     """The response to a request that counts the tokens of a prompt; ``body`` makes its JSON."""
 
-    async def counted(leased_request: LeasedRequest) -> Response:
+    async def counted(leased_request: LeasedTurnRequest) -> Response:
         return JSONResponse(body(len(await rendered_prompt(leased_request))))
 
     return await serve(api, request, counted)
 
 
-async def rendered_prompt(leased_request: LeasedRequest) -> tuple[int, ...]:
+async def rendered_prompt(leased_request: LeasedRequest[Api[Any]]) -> tuple[int, ...]:
     """The prompt of a request that is not generated from. Releases the lease."""
     turn_request = await read_turn_request(leased_request)
     replay = _reusable_turns(leased_request)
@@ -223,7 +241,7 @@ async def rendered_prompt(leased_request: LeasedRequest) -> tuple[int, ...]:
 
 @asynccontextmanager
 async def leased(
-    api: Api, request: Request, document: Document, front_end: FrontEnd
+    api: Api[Any], request: Request, document: Document, front_end: FrontEnd
 ) -> AsyncIterator[Lease]:
     """A lease of the engine that ``document`` asks for.
 
@@ -253,7 +271,7 @@ def _routing(document: object) -> tuple[str | None, float | None]:
     return model if isinstance(model, str) else None, timeout if valid else None
 
 
-async def reject_invalid(api: Api, document: Document, caller: Caller) -> None:
+async def reject_invalid(api: Api[Any], document: Document, caller: Caller) -> None:
     """Raises the error of an invalid request, so that no model is loaded for it.
 
     Requests that name tool servers by URL are not checked, because that connects to the servers.
@@ -267,7 +285,7 @@ async def reject_invalid(api: Api, document: Document, caller: Caller) -> None:
     await read_request(api, document, defaults, caller)
 
 
-async def read_turn_request(leased_request: LeasedRequest) -> TurnRequest:
+async def read_turn_request(leased_request: LeasedRequest[Api[Any]]) -> TurnRequest:
     """Reads the request in a document. Raises ``RequestError``."""
     api, host, lease = leased_request.api, leased_request.front_end.host, leased_request.lease
     servers: Sequence[ToolServer] = ()
@@ -282,14 +300,16 @@ async def read_turn_request(leased_request: LeasedRequest) -> TurnRequest:
     return TurnRequest(leased_request, api_request, turn, defaults, servers)
 
 
-async def read_request(api: Api, document: Document, defaults: Defaults, caller: Caller) -> Any:
+async def read_request(
+    api: Api[R_co], document: Document, defaults: Defaults, caller: Caller
+) -> R_co:
     """Calls ``api.read``, in a thread if that may take long."""
     if document.large or api.blocks:
         return await in_thread(api.read, document.value, defaults, caller)
     return api.read(document.value, defaults, caller)
 
 
-async def prepare(leased_request: LeasedRequest) -> Job:
+async def prepare(leased_request: LeasedTurnRequest) -> Job:
     """Everything before the answer.
 
     Raises ``HarmonyFailure`` for a request that is invalid, cannot be rendered, does not fit into
@@ -299,6 +319,7 @@ async def prepare(leased_request: LeasedRequest) -> Job:
     turn_request = await read_turn_request(leased_request)
     api_request, turn = turn_request.api_request, turn_request.turn
     settings = await _settings(turn_request)
+    check_logprobs(lease, settings, api.logprobs)
     name = front_end.names.echoed_name(api_request.model)
     info = ResponseInfo(leased_request.id_seed, int(time.time()), name)
     replay = _reusable_turns(leased_request)
@@ -340,7 +361,6 @@ async def _settings(turn_request: TurnRequest) -> GenerationSettings:
     settings = sampling.resolve(
         turn.sampling, turn.limits, front_end.host.max_tokens, turn_request.defaults.sampling
     )
-    check_logprobs(lease, settings, leased_request.api.logprobs)
     if front_end.observer_factories:
         settings = replace(settings, origins=True)
     if turn.prediction and lease.engine.has_prediction:  # a hint, as long as a body may be
@@ -418,13 +438,13 @@ async def _contexts(
         raise error.within(window) from error
 
 
-def _reusable_turns(leased_request: LeasedRequest) -> ReplayScope | None:
+def _reusable_turns(leased_request: LeasedRequest[Api[Any]]) -> ReplayScope | None:
     """The turns that the prompt may reuse: those of the same model and tenant."""
     turns, lease = leased_request.front_end.turns, leased_request.lease
     return None if turns is None else turns.view(f"{lease.engine.model}\0{lease.tenant}")
 
 
-async def respond(leased_request: LeasedRequest, job: Job) -> Response:
+async def respond(leased_request: LeasedRequest[Api[Any]], job: Job) -> Response:
     """The response, streamed or whole as requested.
 
     The headers of a stream are sent with the first event. Errors before that have an HTTP status.

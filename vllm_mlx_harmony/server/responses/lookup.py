@@ -15,7 +15,7 @@ from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server import serving
 from vllm_mlx_harmony.server.front_end import Caller
 from vllm_mlx_harmony.server.generation import Job
-from vllm_mlx_harmony.server.serving import Api, LeasedRequest
+from vllm_mlx_harmony.server.serving import LeasedTurnRequest, TurnApi
 from vllm_mlx_harmony.server.storage.persistence import SEED_BYTES, StoringEmitter
 from vllm_mlx_harmony.server.storage.store import ResourceKey, StoredResponse
 
@@ -77,7 +77,7 @@ class References:
         return ResourceKey(resource_id, self.caller.tenant)
 
 
-RESPONSES = Api(
+RESPONSES: TurnApi[ResponsesRequest] = TurnApi(
     "responses",
     lambda body, defaults, caller: read(body, defaults, References(caller)),
     blocks=True,
@@ -91,7 +91,7 @@ RESPONSES = Api(
 )
 
 
-async def prepare(leased_request: LeasedRequest) -> tuple[Job, StoringEmitter]:
+async def prepare(leased_request: LeasedTurnRequest) -> tuple[Job, StoringEmitter]:
     """What ``serving.prepare`` makes of a request of ``RESPONSES``, and its emitter.
 
     The emitter writes the last events, when it has stored the response.

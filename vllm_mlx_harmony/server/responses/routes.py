@@ -20,9 +20,10 @@ from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, read
 from vllm_mlx_harmony.server.serving import (
-    Api,
-    LeasedRequest,
+    LeasedTurnRequest,
+    TurnApi,
     count,
+    generate,
     respond,
     serve,
 )
@@ -50,7 +51,7 @@ class _CompactionEmitter:
         return document
 
 
-COMPACT = Api(
+COMPACT: TurnApi[ResponsesRequest] = TurnApi(
     "responses_compact",
     lambda body, defaults, caller: read(body, defaults, References(caller)).compaction(),
     blocks=True,
@@ -68,7 +69,7 @@ async def create_response(request: Request) -> Response:
     return await serve(RESPONSES, request, _create, new_id_seed())
 
 
-async def _create(leased_request: LeasedRequest) -> Response:
+async def _create(leased_request: LeasedTurnRequest) -> Response:
     job, emitter = await lookup.prepare(leased_request)
     if not emitter.request.background:
         return await respond(leased_request, job)
@@ -82,7 +83,7 @@ async def _create(leased_request: LeasedRequest) -> Response:
 
 async def compact_response(request: Request) -> Response:
     """``POST /v1/responses/compact``: a summary of the conversation."""
-    return await serve(COMPACT, request, id_seed=new_id_seed())
+    return await serve(COMPACT, request, generate, id_seed=new_id_seed())
 
 
 async def count_input_tokens(request: Request) -> Response:
