@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import Delta
 from vllm_mlx_harmony.core.turn import (
     Defaults,
     Effort,
@@ -111,8 +112,9 @@ async def _decide(leased_request: LeasedRequest[Api[decisions.DecisionRequest]])
     check_logprobs(lease, settings, "questions")
     for context in contexts:
         prompt_tokens = len(context.render_for_completion())
+        # ``max_tokens`` is 1, so this only raises ``PromptTooLong``.
         sampling.limited_to_context(settings, prompt_tokens, engine.context_length)
-    emitter: Any = decisions.Emitter(parsed, name, label_ids)  # takes log probabilities for deltas
+    emitter = decisions.Emitter(parsed, name, label_ids)
     first, *other_jobs = (
         Job(
             lease,
@@ -123,15 +125,17 @@ async def _decide(leased_request: LeasedRequest[Api[decisions.DecisionRequest]])
             id_seed=leased_request.id_seed,
             model=name,
             server_settings=front_end.settings,
-            append=_logprobs,
+            append=partial(_append, emitter, question),
         )
-        for context in contexts
+        for question, context in enumerate(contexts)
     )
     return await respond(leased_request, replace(first, other_jobs=tuple(other_jobs)))
 
 
-def _logprobs(step: Step) -> list[Any]:
-    return [*step.logprobs]
+def _append(emitter: decisions.Emitter, question: int, step: Step) -> list[Delta]:
+    """``Job.append`` of a question, whose output has no deltas."""
+    emitter.add(question, step.logprobs)
+    return []
 
 
 def _turn(

@@ -104,7 +104,10 @@ class IdRequest(RequestModel):
 
 
 class IdContext:
-    """The ``Context`` of an output that is not parsed here: its deltas are the engine's steps."""
+    """An output that is not parsed here: its deltas are the engine's steps, for ``IdEmitter``.
+
+    It has what a job without tools and ``replay`` uses of a ``Context``.
+    """
 
     done = False
 
@@ -216,7 +219,7 @@ async def _generate(leased_request: LeasedRequest[Api[IdRequest]]) -> Response:
     if leased_request.front_end.observer_factories:
         settings = replace(settings, origins=True)
     check_logprobs(lease, settings, "settings.top_logprobs")
-    context: Any = IdContext(prompt)  # its emitter takes ids for deltas
+    context: Any = IdContext(prompt)
     job = Job(
         lease,
         context,

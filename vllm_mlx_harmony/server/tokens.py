@@ -59,7 +59,9 @@ async def tokenize(request: Request) -> Response:
     return await serve(TOKENIZE, request, _tokenize)
 
 
-async def _tokenize(leased_request: LeasedRequest[Api[Any]]) -> Response:
+async def _tokenize(
+    leased_request: LeasedRequest[Api[TokenizeBody | chat.ChatRequest]],
+) -> Response:
     document, length = leased_request.document.value, leased_request.lease.engine.context_length
     body = document if isinstance(document, dict) else {}
     if body.get("messages") is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_mlx_harmony.core.deltas import ChoiceDelta, Delta, Finished, TokenLogprob, Usage
+from vllm_mlx_harmony.core.deltas import Delta, Finished, TokenLogprob, Usage
 from vllm_mlx_harmony.protocols.decisions.question import probabilities
 from vllm_mlx_harmony.protocols.decisions.request import DecisionRequest
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Document, Event
@@ -18,14 +18,14 @@ class Emitter:
         self._first: dict[int, TokenLogprob] = {}
         self._usage = Usage()
 
-    def feed(self, delta: Delta | TokenLogprob) -> list[Event]:
-        """The deltas of several questions are numbered. Outputs are not parsed: their deltas are
-        the log probabilities of their tokens."""
+    def add(self, question: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Adds tokens to the answer of the question with this index."""
+        if logprobs:
+            self._first.setdefault(question, logprobs[0])
+
+    def feed(self, delta: Delta) -> list[Event]:
         if isinstance(delta, Finished):
             self._usage = delta.usage
-        index, found = (delta.index, delta.delta) if isinstance(delta, ChoiceDelta) else (0, delta)
-        if isinstance(found, TokenLogprob):
-            self._first.setdefault(index, found)
         return []
 
     def keep_alive(self) -> Event:
