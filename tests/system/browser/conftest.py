@@ -36,8 +36,9 @@ PICTURE_NAMES = {
     "request-light-390": "narrow",
 }
 
-NO_GRAMMAR = ("VLLM_MLX_HARMONY_GRAMMAR", "off")
-"""A script has a header that a grammar would forbid."""
+ENFORCEMENT = {"VLLM_MLX_HARMONY_GRAMMAR": "off", "VLLM_MLX_HARMONY_REPETITIONS": "1000"}
+"""A script has a header that a grammar would forbid. Only reasoning that is limited can be ended,
+and one script repeats a word 400 times."""
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +50,7 @@ def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     variables = {
         "VLLM_MLX_HARMONY_INSPECT": "1",
         "VLLM_MLX_HARMONY_ID_ENDPOINT": "1",
-        NO_GRAMMAR[0]: NO_GRAMMAR[1],
+        **ENFORCEMENT,
     }
     command = server_process.HARMONY
     server = server_process.start(
@@ -65,7 +66,8 @@ def behind_gateway(direct: Site) -> Iterator[Site]:
     engine = {"url": direct.url, "kind": "vllm-mlx", "key": KEY}
     settings = {"engines": [engine], "model": MODEL, "keys": [KEY], "inspect": True}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv(*NO_GRAMMAR)
+        for name, value in ENFORCEMENT.items():
+            monkeypatch.setenv(name, value)
         with run_server(gateway(load(settings, {}))) as url:
             yield Site(url)
 
