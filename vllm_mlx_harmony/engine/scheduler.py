@@ -29,7 +29,7 @@ first chunks of long prompts measure several lengths, and then the shortest coun
 most ``MAX_SLOWDOWN`` times as long as those of the fastest.
 
 Whatever its length, a chunk takes no more than ``MAX_CHUNK_SECONDS`` seconds by the speed of the
-prompt's last one: attention makes each id slower than the one before it, and macOS ends a process
+prompt's last one, or of another prompt's if it is the first: attention makes each id slower than the one before it, and macOS ends a process
 whose work keeps the GPU busy for about five seconds without a break. Others have seen that beyond
 65,000 ids (https://github.com/ml-explore/mlx/issues/3302), where mlx computes a layer's attention
 of a whole chunk in one piece; its authors leave it to their users to choose shorter chunks. A
@@ -156,13 +156,13 @@ Decision: TypeAlias = "Begin | Chunk | ScheduledStep | None"
 @dataclass(slots=True)
 class _Prompt:
     """``rest``: ids left to compute, behind ``before`` ones, of which ``cached`` were not computed.
-    ``pace``: seconds per id. ``chunk``: ids of its last chunk. ``arrived``: a time, as in ``next``.
+    ``pace``: seconds per id. ``chunk``: ids of its last chunk. ``arrival_time`` as in ``next``.
     """
 
     number: int
     tenant: str
     rest: int
-    arrived: float
+    arrival_time: float
     begun: bool = False
     cached: int = 0
     before: int = 0
@@ -181,7 +181,7 @@ class _Tenant:
 
 class Scheduler:
     """Decides by the speed of the model so far, the requests that wait, and when each tenant was
-    served. A request has a number."""
+    served. Requests are known by their numbers."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
@@ -196,10 +196,10 @@ class Scheduler:
 
     # --- What happens
 
-    def add(self, number: int, ids: int, tenant: str, arrived: float) -> None:
+    def add(self, number: int, ids: int, tenant: str, arrival_time: float) -> None:
         """A prompt with ``ids`` ids to compute has arrived."""
         self._tenants.setdefault(tenant, _Tenant())
-        self._prompts[number] = _Prompt(number, tenant, ids, arrived)
+        self._prompts[number] = _Prompt(number, tenant, ids, arrival_time)
 
     def begin(self, number: int, rest: int, cached: int = 0, seconds: float = 0.0) -> None:
         """The prompt has its own caches from now on, with ``cached`` of its ids, which took
@@ -267,9 +267,9 @@ class Scheduler:
         begun = sum(prompt.begun for prompt in self._prompts.values())
         free_rows = min(limits.sequences, limits.answers) - begun - len(self._answers)
         waiting = (prompt for prompt in self._prompts.values() if not prompt.begun)
-        oldest = min(waiting, key=lambda prompt: prompt.arrived, default=None)
+        oldest = min(waiting, key=lambda prompt: prompt.arrival_time, default=None)
         may_begin = free_rows > 0 and begun < limits.prompts
-        if may_begin and oldest is not None and now - oldest.arrived > STARVATION_SECONDS:
+        if may_begin and oldest is not None and now - oldest.arrival_time > STARVATION_SECONDS:
             free_rows = free_rows if make_room(oldest.number) else 0
         for prompt in self._ranked():
             reserved = limits.prompts > 1 and prompt.rest > limits.chunk
@@ -312,8 +312,8 @@ class Scheduler:
         return prompt.rest * pace / (1 - share) if pace else None
 
     def _forget_tenants(self) -> None:
-        """Drops tenants without prompts that were served before every waiting tenant; a
-        fresh entry would rank the same."""
+        """Drops tenants that have no prompt and were served before every waiting tenant: a new
+        entry would rank the same."""
         waiting = {prompt.tenant for prompt in self._prompts.values()}
         served = (self._tenants[tenant].last_served for tenant in waiting)
         first = min(served, default=self._served + 1)
@@ -327,7 +327,7 @@ class Scheduler:
         """Each tenant's oldest prompt."""
         oldest: dict[str, _Prompt] = {}
         for prompt in sorted(
-            self._prompts.values(), key=lambda prompt: (prompt.arrived, prompt.number)
+            self._prompts.values(), key=lambda prompt: (prompt.arrival_time, prompt.number)
         ):
             oldest.setdefault(prompt.tenant, prompt)
         return oldest
@@ -364,15 +364,18 @@ class Scheduler:
 
     def _max_by_time(self, prompt: _Prompt) -> int:
         """Ids that take no more than ``MAX_CHUNK_SECONDS`` seconds."""
-        if not prompt.pace:
-            return FIRST_CHUNK if prompt.cached > LONG_PREFIX else self.limits.chunk
-        length = int(MAX_CHUNK_SECONDS / prompt.pace)
+        if not prompt.pace and prompt.cached > LONG_PREFIX:
+            return FIRST_CHUNK
+        pace = prompt.pace or self._chunk_lengths.pace
+        if not pace:
+            return self.limits.chunk
+        length = int(MAX_CHUNK_SECONDS / pace)
         return max(FIRST_CHUNK, length - length % CHUNK_MULTIPLE)
 
 
 class _ChunkLengths:
     """What an id takes in chunks of several lengths: those at the beginning of prompts, where the
-    ids before them cost little."""
+    ids before them cost little. ``pace``: seconds per id of the last one that was not short."""
 
     def __init__(self, longest: int) -> None:
         shorter = [longest // part for part in CHUNK_DIVISORS]
@@ -380,8 +383,11 @@ class _ChunkLengths:
             length: [] for length in shorter if length >= min(FIRST_CHUNK, longest)
         }
         self._longest = longest
+        self.pace = 0.0
 
     def measured(self, before: int, ids: int, seconds: float) -> None:
+        if before < self._longest and ids >= FIRST_CHUNK:
+            self.pace = seconds / ids
         paces = self._paces.get(ids)
         if paces is not None and before < self._longest and len(paces) < MEASUREMENTS:
             paces.append(seconds / ids)

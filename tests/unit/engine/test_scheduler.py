@@ -576,6 +576,15 @@ def test_chunk_of_lone_prompt_is_short(prompt: int) -> None:
     assert sum(seconds for _, seconds in request.chunks) < MAX_SLOWDOWN * full
 
 
+@pytest.mark.parametrize("prompt", [1_000, 1_500, 2_048])
+def test_first_chunk_of_prompt_is_short_on_slow_machine(prompt: int) -> None:
+    """By the speed of earlier prompts, unless there were none, or only short ones."""
+    machine = replace(SLOW, per_id=9e-3)
+    requests = [Request(100.0 * number, ids, 1) for number, ids in enumerate((300, 40, prompt))]
+    simulate(requests, BatchLimits(), machine, 1e9)
+    assert max(seconds for _, seconds in requests[-1].chunks) < 1.05 * MAX_CHUNK_SECONDS
+
+
 @pytest.mark.parametrize(
     ("per_chunk", "length"), [(0.004, 256), (0.03, 512), (0.1, 1024), (0.2, 2048)]
 )
