@@ -230,7 +230,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped servers would stay for ever
     sizes, rounds = (QUICK, 1) if parsed.quick else (WHOLE, 3)
     if parsed.model:
-        sizes = {parsed.model: WHOLE[parsed.model]}
+        sizes = {name: size for name, size in sizes.items() if name == parsed.model}
+    if not sizes or (parsed.model and parsed.page):
+        parser.error("--quick has the tiny model only, and --page needs both")
     places, problems = installed([OURS, *(parsed.names or SERVERS)])
     words = {"date": datetime.now(UTC).date(), "processors": os.cpu_count(), "rounds": rounds}
     words |= {"short": SHORT, "together": TOGETHER, "repeats": REPEATS}

@@ -5,9 +5,9 @@ A single answer has the caches of one sequence that its prompt was computed with
 row, and a step computes the padding, too. So rows share a batch only if their lengths are similar
 (`memory.may_be_padded`): a short one beside one of 100,000 ids would take as much memory.
 
-Steps run one ahead: while Python looks at the ids of one step, the device computes the next, unless
-no answer may be longer (``max_tokens``): a prompt that arrives then would wait for it. The first id
-of a new row is the last of its prompt. Everything runs on the engine's thread.
+Steps run one ahead: while Python looks at the ids of one step, the device computes the next. None
+follows the last ids that ``max_tokens`` allows, since a prompt that arrives would wait for it. The
+first id of a new row is the last of its prompt. Everything runs on the engine's thread.
 
 Short prompts that wait are computed in one pass, too (`prefill_together`), and their caches, which
 are those of a batch then, stay together: the prompts become rows at once.
@@ -93,8 +93,8 @@ class Batch:
         self.rows = [*rows, *new]
 
     def step(self, model: Model) -> list[tuple[Request, int]]:
-        """Runs one step; returns the ids that were computed, the next of each row. A row's first
-        step computes the last id of its prompt and returns none."""
+        """Runs one step; returns the next ids of the rows. A row's first step computes the last id
+        of its prompt and returns none."""
         if all(request.stepped and not request.remaining_ids for request in self.rows):
             found = self._read_last()
         elif self.costs is not None and len(self.rows) == 1 and self._read_next(self.costs):
@@ -292,7 +292,7 @@ def prefill_together(
 
 
 def _record(found: Sequence[tuple[Request, int]]) -> None:
-    """What is known of each id of a step, once its mask has advanced."""
+    """Records how each id was chosen, and its log probability. The masks have advanced."""
     for request, token in found:
         mask = request.sampler.processor
         request.origins += Origin.SAMPLED if mask is None else mask.origin

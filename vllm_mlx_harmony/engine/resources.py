@@ -56,8 +56,8 @@ _budget: int | None = None
 def configure(
     new_options: Options, bound: int | None, directory: str | None, gigabytes: float, per_day: int
 ) -> None:
-    """Sets the options and both prefix caches: in memory, of ``bound`` bytes (``None``: the
-    default; its content is dropped), and, if ``directory`` is given, on disk, of ``gigabytes``,
+    """Sets the options and both prefix caches: in memory, which is emptied, of ``bound``
+    bytes (``None``: the default), and, if ``directory`` is given, on disk, of ``gigabytes``,
     writing at most ``per_day`` bytes a day."""
     global options, disk, _budget
     options, _budget = new_options, bound

@@ -175,7 +175,8 @@ are many, since a request that gets no thread would wait longer than ``REQUEST_W
 
 
 async def _with_check(compiling: Callable[[GrammarCheck], _R], tenant: str) -> _R:
-    """Calls ``compiling`` in a thread. Raises ``HostError`` 503 for ``CheckUnavailable``."""
+    """Calls ``compiling`` in a thread, with a check of the tenant's grammars. Raises ``HostError``
+    503 for ``CheckUnavailable``."""
     loop = asyncio.get_running_loop()
     try:
         return await loop.run_in_executor(_threads, compiling, GrammarCheck(tenant))

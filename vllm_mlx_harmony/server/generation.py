@@ -102,7 +102,7 @@ class Job:
     """A turn to generate, and how its answer is written.
 
     ``model`` is its name in the answer. ``comments_progress`` and ``reports_cached`` are those of
-    the API (`serving.Api`).
+    the API (`serving.TurnApi`).
     """
 
     lease: Lease
@@ -181,8 +181,8 @@ async def _turn(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> De
     settings, constraint = job.settings, job.constraint
     context_length = job.lease.engine.context_length
     end_reason: EndReason = "stop"
-    # Calls without a result. At first, those of the history: the caller has approved them since, or
-    # the turn paused at one.
+    # Calls without a result. At first, those of the history: the caller has approved them, or
+    # the previous turn paused at one.
     pending = [] if tools is None else [*context.unanswered]
     if pending:
         state.started = True

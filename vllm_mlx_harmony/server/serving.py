@@ -127,7 +127,7 @@ ApiT_co = TypeVar("ApiT_co", bound=Api[Any], covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class LeasedRequest(Generic[ApiT_co]):
-    """A document with a lease of an engine."""
+    """A request's document, and the lease of its engine."""
 
     api: ApiT_co
     front_end: FrontEnd

@@ -45,7 +45,7 @@ from zlib import crc32
 from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.engine.disk.index import NAME, Contents, Index, Row, key_of
 from vllm_mlx_harmony.engine.disk.safetensors import Damaged, Tensors, encoded, verified
-from vllm_mlx_harmony.engine.disk.writer import Job, Writer
+from vllm_mlx_harmony.engine.disk.writer import WriteJob, Writer
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Sized
 from vllm_mlx_harmony.sizes import size
 
@@ -145,8 +145,8 @@ class DiskCache:
         self._reader = ThreadPoolExecutor(1, "prefix-cache-reader")
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._index = self._open_index()
-        self._writer = Writer(self._run, buffer)
-        self._writer.enqueue(Job(self._sweep))
+        self._writer = Writer(self._run_job, buffer)
+        self._writer.enqueue(WriteJob(self._sweep))
 
     # --- Faults
 
@@ -245,13 +245,13 @@ class DiskCache:
                 name = f"{key.hex()}-{secrets.token_hex(4)}.safetensors"
                 row = Row(key, parent, end - start, start, name, 0, 0)
                 write = partial(self._write, row, export(piece), self._generation)
-                if not self._enqueue(Job(write, key, piece.nbytes, ref(piece)), self._written):
+                if not self._enqueue(WriteJob(write, key, piece.nbytes, ref(piece)), self._written):
                     break
             start, last = end, key
         if last is not None:
             self._mark_used(last)
 
-    def _enqueue(self, job: Job, known: set[bytes]) -> bool:
+    def _enqueue(self, job: WriteJob, known: set[bytes]) -> bool:
         """Queues ``job``, unless too much waits, and adds its key to ``known``."""
         queued = self._writer.enqueue(job, known)
         self._counters.dropped += not queued
@@ -275,7 +275,7 @@ class DiskCache:
             first = not self._used
             self._used.add(key)
         if first:  # it takes all keys that are added before it runs
-            self._writer.enqueue(Job(self._touch))
+            self._writer.enqueue(WriteJob(self._touch))
 
     def _touch(self) -> None:
         with self._lock:
@@ -284,8 +284,8 @@ class DiskCache:
         if not self._index.touch(used - self._writer.keys()):
             self._written.clear()
 
-    def _run(self, job: Job) -> None:
-        """Runs nothing during a pause, and no write beyond today's limit."""
+    def _run_job(self, job: WriteJob) -> None:
+        """Runs a job, unless writing pauses or its bytes exceed today's limit."""
         done = False
         try:
             if time.monotonic() >= self._paused_until:
@@ -299,7 +299,7 @@ class DiskCache:
         if not done:
             self._forget(job)
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: WriteJob) -> None:
         """What a job that failed would have stored is not known, and may be offered again."""
         with self._lock:
             if job.run == self._touch:  # the next use queues another one
@@ -495,7 +495,7 @@ class DiskCache:
                     self._works("writing")
 
         if not self._refuses:
-            self._enqueue(Job(write, key, len(content)), self._turns)
+            self._enqueue(WriteJob(write, key, len(content)), self._turns)
 
     def find(self, keys: Sequence[bytes]) -> list[GeneratedTurn | None]:
         """The turns with these keys; ``None`` for one that is missing or damaged.
@@ -514,7 +514,7 @@ class DiskCache:
             if content is not None and found[-1] is None:
                 self._turns.discard(key)
                 self._counters.damaged += 1
-                self._writer.enqueue(Job(partial(self._remove, key, None)))
+                self._writer.enqueue(WriteJob(partial(self._remove, key, None)))
         return found
 
     def use(self, key: bytes) -> None:

@@ -24,7 +24,7 @@ LINGER = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class WriteJob:
     """Work of the writer. Until it is done, ``nbytes`` bytes under ``key`` stay in memory.
 
     ``piece`` refers to the piece that has these bytes, if it is one.
@@ -51,21 +51,21 @@ class Writer:
     No more than ``buffer`` bytes wait. All methods but `throttle` may be called on any thread.
     """
 
-    def __init__(self, work: Callable[[Job], None], buffer: int) -> None:
+    def __init__(self, work: Callable[[WriteJob], None], buffer: int) -> None:
         self._work, self._buffer = work, buffer
-        self.queue: Queue[Job | None] = Queue()
+        self.queue: Queue[WriteJob | None] = Queue()
         self.waiting = 0
-        self._jobs: set[Job] = set()
+        self._jobs: set[WriteJob] = set()
         """Queued and running jobs; ``waiting`` is the sum of their ``nbytes``."""
-        self._running: Job | None = None
+        self._running: WriteJob | None = None
         self._engines_busy, self._last_busy = 0, 0.0
         self._lock = threading.Lock()
-        """Guards all of these. Engines' threads take it: it is held only briefly."""
+        """Guards changes of what is above. Engines' threads take it: it is held only briefly."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="prefix-cache-writer", daemon=True)
         self._thread.start()
 
-    def enqueue(self, job: Job, known: set[bytes] | None = None) -> bool:
+    def enqueue(self, job: WriteJob, known: set[bytes] | None = None) -> bool:
         """Queues ``job`` and adds its key to ``known``; ``False`` if too much waits."""
         with self._lock:
             if self.waiting + job.nbytes > self._buffer:
@@ -133,7 +133,8 @@ class Writer:
             self.queue.task_done()
 
     def close(self, patience: float) -> bool:
-        """Works on what waits for ``patience`` seconds, at full speed; whether that is done."""
+        """For up to ``patience`` seconds, works on what still waits, at full speed; returns
+        whether all is done."""
         self._closing = True
         self.queue.put(None)
         self._thread.join(patience)

@@ -88,7 +88,7 @@ class Directory:
         self._call(lambda redis: redis.delete(_redis_key("run", key), _redis_key("command", key)))
 
     def forget(self, key: ResourceKey) -> None:
-        """Removes everything about an answer."""
+        """Removes everything about a background response."""
         self._call(
             lambda redis: redis.delete(
                 *(_redis_key(kind, key) for kind in ("run", "command", "log"))

@@ -73,8 +73,8 @@ async def _create(leased_request: LeasedTurnRequest) -> Response:
     job, emitter = await lookup.prepare(leased_request)
     if not emitter.request.background:
         return await respond(leased_request, job)
-    responses = leased_request.front_end.responses
-    response = await responses.start(job, emitter, leased_request.start_answer)
+    front_end = leased_request.front_end
+    response = await front_end.responses.start(job, emitter, leased_request.start_answer)
     if job.stream:
         return EventStream(leased_request.http_request, response.follow())
     document = response.document

@@ -215,13 +215,13 @@ class FileStore:
         text = stored.text()
         if len(text) > self._max_bytes:
             return False
-        key = stored.tenant, stored.id
+        row = stored.tenant, stored.id
         with self._writing() as connection:
             # REPLACE deletes the old row, and the cascade deletes its text.
             connection.execute(
-                f"INSERT OR REPLACE INTO responses VALUES (?, ?, {_NEXT}, ?)", (*key, len(text))
+                f"INSERT OR REPLACE INTO responses VALUES (?, ?, {_NEXT}, ?)", (*row, len(text))
             )
-            connection.execute("INSERT INTO response_texts VALUES (?, ?, ?)", (*key, text))
+            connection.execute("INSERT INTO response_texts VALUES (?, ?, ?)", (*row, text))
             connection.execute(_DROP_OLDEST, (self._max_count, self._max_bytes))
         return True
 

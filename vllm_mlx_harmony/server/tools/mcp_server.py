@@ -58,7 +58,7 @@ NO_RESPONSE = "it does not respond"
 CONNECTION_LOST = "its connection was lost"
 
 
-class State(Enum):
+class ConnectionState(Enum):
     STOPPED = "stopped"
     """Not started, or stopped. Started, it is ``CONNECTING``."""
     CONNECTING = "connecting"
@@ -111,7 +111,7 @@ class McpServer:
         self._http, self._starting = http, starting
         self._info, self._warning = log or logging.INFO, log or logging.WARNING
         self.tools: tuple[Tool, ...] = ()
-        self._state = State.STOPPED
+        self._state = ConnectionState.STOPPED
         self._reason = "it is not started"  # why there is no connection
         self._client: Client | None = None
         self._check = asyncio.Event()  # the tools may have changed, or the server may have died
@@ -131,9 +131,9 @@ class McpServer:
     @property
     def problem(self) -> str:
         match self._state:
-            case State.READY:
+            case ConnectionState.READY:
                 return ""
-            case State.UNRESPONSIVE:
+            case ConnectionState.UNRESPONSIVE:
                 return NO_RESPONSE
             case _:
                 return self._reason
@@ -149,7 +149,7 @@ class McpServer:
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
-            self._disconnected(State.STOPPED, self.problem or "it is stopped")
+            self._disconnected(ConnectionState.STOPPED, "it is stopped")
             self._tried.set()
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -169,8 +169,8 @@ class McpServer:
         return ToolResult(text_of(result), bool(result.is_error))
 
     def call_timed_out(self) -> None:
-        if self._state is State.READY:
-            self._state = State.UNRESPONSIVE
+        if self._state is ConnectionState.READY:
+            self._state = ConnectionState.UNRESPONSIVE
             self._check.set()
 
     def _without_urls(self, text: str) -> str:
@@ -183,7 +183,7 @@ class McpServer:
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
-            self._state = State.CONNECTING
+            self._state = ConnectionState.CONNECTING
             ready = loop.create_future()
             connection = asyncio.create_task(
                 self._connected(ready), name=f"mcp {self.label} connection"
@@ -195,7 +195,7 @@ class McpServer:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if not (connection.done() or ready.done()):
-                    self._disconnected(State.LOST, NO_RESPONSE)
+                    self._disconnected(ConnectionState.LOST, NO_RESPONSE)
                     self._tried.set()  # it may take long to close
                     connection.cancel()
                 await asyncio.wait({connection})
@@ -204,9 +204,9 @@ class McpServer:
                 await asyncio.wait({connection})
             error = None if connection.cancelled() else connection.exception()
             if error is not None:
-                self._disconnected(State.LOST, self._without_urls(_reason(error)))
+                self._disconnected(ConnectionState.LOST, self._without_urls(_reason(error)))
             elif not self._is_lost():
-                self._disconnected(State.LOST, CONNECTION_LOST)
+                self._disconnected(ConnectionState.LOST, CONNECTION_LOST)
             self._tried.set()
             if loop.time() - began > STEADY:
                 pause = FIRST_PAUSE
@@ -216,9 +216,9 @@ class McpServer:
             pause = min(2 * pause, MAX_PAUSE)
 
     def _is_lost(self) -> bool:
-        return self._state is State.LOST
+        return self._state is ConnectionState.LOST
 
-    def _disconnected(self, state: State, reason: str) -> None:
+    def _disconnected(self, state: ConnectionState, reason: str) -> None:
         self._state, self._reason = state, reason
         self._client, self.tools = None, ()
 
@@ -245,7 +245,7 @@ class McpServer:
             tools = await self._listed(client)
             if self._is_lost():  # the server has closed the connection meanwhile
                 return
-            self._state, self._client, self.tools = State.READY, client, tools
+            self._state, self._client, self.tools = ConnectionState.READY, client, tools
             names = ", ".join(tool.name for tool in tools)
             logger.log(self._info, "tool server %s: %s", self.label, names or "no tools")
             ready.set_result(None)
@@ -258,7 +258,8 @@ class McpServer:
                     if not self._is_lost():
                         await self._list_again(client)
             finally:
-                self._client = None
+                if not self._is_lost():
+                    self._disconnected(ConnectionState.LOST, CONNECTION_LOST)
                 listening.cancel()
                 await asyncio.wait({listening})
 
@@ -267,7 +268,7 @@ class McpServer:
         tools = await asyncio.wait_for(self._listed(client), self.timeout)
         if self._is_lost():
             return
-        self._state = State.READY
+        self._state = ConnectionState.READY
         if tools != self.tools:
             self.tools = tools
             names = ", ".join(tool.name for tool in tools) or "none"
@@ -289,7 +290,8 @@ class McpServer:
                         async for message in received:
                             await self._leave_out_malformed_tools(message)
                             await passed_on.send(message)
-                self._disconnected(State.LOST, CONNECTION_LOST)
+                if not self._is_lost():
+                    self._disconnected(ConnectionState.LOST, CONNECTION_LOST)
                 self._check.set()
 
             async with anyio.create_task_group() as group:

@@ -261,10 +261,13 @@ class Toolbox:
         limit = min(server.timeout, seconds)
         try:
             async with asyncio.timeout(limit) as timeout, self._free:
+                began = time.monotonic()
                 try:
                     answer = await server.call(name, arguments)
                 finally:
-                    if timeout.expired() and isinstance(server, Monitored):
+                    # Not if the call has waited for its turn for most of the time.
+                    slow = timeout.expired() and time.monotonic() - began > limit / 2
+                    if slow and isinstance(server, Monitored):
                         server.call_timed_out()
             text = str(repair(answer.text)) if answer.text.strip() else NOTHING
             failure = ToolFailure(text, by_tool=True) if answer.failed else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ToolFinished
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.server.settings import Use
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, read
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, malformed_tools
@@ -114,6 +116,37 @@ def test_hanging_server_is_restarted(seconds: float) -> None:
     assert f"did not answer within {min(seconds, 2):.0f} seconds" in hung
     assert problem == "it does not respond"
     assert alive == "alive"
+
+
+class SlowServer:
+    """Each call takes most of its time limit."""
+
+    label, description, timeout, problem = "slow", "", 1.0, ""
+    tools = (Tool("wait"),)
+    timed_out = 0
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+        await asyncio.sleep(0.7)
+        return ToolResult("done")
+
+    def call_timed_out(self) -> None:
+        self.timed_out += 1
+
+
+def test_time_in_the_queue_does_not_count_as_silence() -> None:
+    server = SlowServer()
+    box = Toolbox([server], ToolsConfig(max_concurrent_calls=1), Use.ON)
+
+    async def calls() -> list[str]:
+        several = (call_tool(box, "slow.wait", "{}") for _ in range(2))
+        return [result.text for result in await asyncio.gather(*several)]
+
+    assert within(box, calls) == ["done", "Error: the tool did not answer within 1 seconds"]
+    assert not server.timed_out
 
 
 def test_start_returns_while_a_silent_server_is_still_closed() -> None:
