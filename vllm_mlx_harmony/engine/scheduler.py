@@ -29,12 +29,13 @@ first chunks of long prompts measure several lengths, and then the shortest coun
 most ``MAX_SLOWDOWN`` times as long as those of the fastest.
 
 Whatever its length, a chunk takes no more than ``MAX_CHUNK_SECONDS`` seconds by the speed of the
-prompt's last one, or of another prompt's if it is the first: attention makes each id slower than the one before it, and macOS ends a process
-whose work keeps the GPU busy for about five seconds without a break. Others have seen that beyond
-65,000 ids (https://github.com/ml-explore/mlx/issues/3302), where mlx computes a layer's attention
-of a whole chunk in one piece; its authors leave it to their users to choose shorter chunks. A
-prompt that begins behind more than ``LONG_PREFIX`` cached ids starts with ``FIRST_CHUNK`` ids,
-since its speed is not known.
+prompt's last one, or of another prompt's if it is the first: attention makes each id slower than
+the one before it, and macOS ends a process whose work keeps the GPU busy for about five seconds
+without a break. Others have seen that beyond 65,000 ids
+(https://github.com/ml-explore/mlx/issues/3302), where mlx computes a layer's attention of a whole
+chunk in one piece; its authors leave it to their users to choose shorter chunks. A prompt that
+begins behind more than ``LONG_PREFIX`` cached ids starts with ``FIRST_CHUNK`` ids, since its speed
+is not known.
 
 **Short prompts together.** What is left of a prompt is computed in one pass with what is left of
 others, each padded to the longest, if the pass is no longer than a chunk may be, and no more than
