@@ -171,11 +171,11 @@ def summary(results: Results) -> list[str]:
 
 INTRODUCTION = f"""# The yardstick: which server runs gpt-oss right?
 
-Every server here ran the same model, a script of correct Harmony in the place of gpt-oss
-([verify.md](verify.md#any-server-without-weights)), and was asked the same by `verify`, in
-{len(CHECKS)} checks. So what fails is not the model's fault. `python3 ci/leg.py yardstick` installs
-the newest version of each server from PyPI, starts it with the flags that its documentation has for
-gpt-oss, and writes this page; everybody can repeat one line of it:
+`verify` asked every server here the same, in {len(CHECKS)} checks. In the place of gpt-oss, each
+ran the [stand-in model](verify.md#any-server-without-weights), a script of correct Harmony, so what
+fails is not the model's fault. `python3 ci/leg.py yardstick` installs the newest version of each
+server from PyPI, starts it with the flags that its documentation has for gpt-oss, and writes this
+page. Everybody can repeat one line of it:
 
 ```sh
 uvx harmony-verify --write-stand-in gpt-oss-20b-stand-in
@@ -184,20 +184,19 @@ uvx harmony-verify http://127.0.0.1:8080
 ```
 
 - **wire** is what does not depend on the model: documents and events, errors, cancellation.
-  **format** is what gpt-oss's Harmony needs: calls, reasoning, strict schemas, roles. **loop** is
-  a tool loop of 20 turns. Their cells have what passed, of what the server offers.
-- A server that was not asked everything within half an hour is left out: what it was asked would
-  depend on the machine.
-- An API that a server does not have is *not offered*: no failure, but not passed either.
-- A check does not count, in any cell, if it failed because the model did not know the message, to
-  which the server had added something: the failure is *unclear*. The checks themselves are tested
-  with the server of this project, and with a fault for each (`tests/unit/verify`).
-- The servers ran on CPUs, on Linux. Most are made for Macs: what is known to need Metal does not
-  count, either. Speed is not measured.
-- A GGUF file cannot play a script, so llama.cpp is not here
-  ([verify.md](verify.md#any-server-without-weights)).
-- A scripted model cannot show what is better about a server in other respects. Please tell us of a
-  flag that we missed.
+  **format** is what gpt-oss's Harmony needs: calls, reasoning, strict schemas, roles. **loop** is a
+  tool loop of 20 turns. Each cell has the checks that passed, of those that the server offers.
+- The checks of an API that a server does not offer count in **Passed** alone, as not passed.
+- A failure is *unclear*, and does not count, if the model did not know the message because the
+  server had added something to it. What is known to *need Metal* does not count, either: most
+  servers are made for Macs, and these ran on CPUs, on Linux.
+- A server that does not finish within half an hour is left out: how far it got would depend on the
+  machine. llama.cpp is not here because [a GGUF file cannot play a
+  script](verify.md#any-server-without-weights).
+- The checks are tested with the server of this project, and with a fault for each
+  (`tests/unit/verify`).
+- Speed is not measured, nor what else is better about a server. Please tell us of a flag that we
+  missed.
 """
 
 TITLES = ("Server", "Version", "Passed", "wire", "format", "loop", "Not offered")
