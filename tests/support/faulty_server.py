@@ -85,12 +85,7 @@ def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 
 
 class Host(SingleEngineHost):
-    """A host that lists the context length, and permits any number of tokens."""
-
-    async def models(self) -> dict[str, Any]:
-        models = await super().models()
-        context = self.engine.context_length
-        return {**models, "data": [{**entry, "max_model_len": context} for entry in models["data"]]}
+    """A host that permits any number of tokens."""
 
     def max_tokens(self, requested: int | None) -> int:
         return requested or CONTEXT

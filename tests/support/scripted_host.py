@@ -176,8 +176,10 @@ class SingleEngineHost:
         return installed_in(self.app).answers
 
     async def models(self) -> dict[str, Any]:
-        """One model."""
-        entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nobody"}
+        """One model, with the context length of its engine if that is known."""
+        entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "vllm-mlx"}
+        if (length := self.engine.context_length) is not None:
+            entry["max_model_len"] = length
         return {"object": "list", "data": [entry]}
 
     async def must_load(self, model: str | None) -> bool:

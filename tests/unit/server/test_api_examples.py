@@ -21,8 +21,6 @@ pytest.importorskip("starlette")
 from scripted_host import KEY, MODEL, DecidingEngine, SingleEngineHost
 from starlette.testclient import TestClient
 
-from vllm_mlx_harmony.server.app import application
-
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text("utf-8")
 SERVER = "http://127.0.0.1:8000"
 SCRIPTS = {
@@ -59,15 +57,6 @@ class Example:
 EXAMPLES = [Example(commands, json.loads(printed)) for commands, printed in _EXAMPLE.findall(PAGE)]
 
 
-class HostWithContextLength(SingleEngineHost):
-    """A host that knows the context length of its model."""
-
-    async def models(self) -> dict[str, Any]:
-        models = await super().models()
-        models["data"][0] |= {"max_model_len": 131_072, "owned_by": "vllm-mlx"}
-        return models
-
-
 def comparable(value: Any, name: str = "") -> Any:
     """``value`` without the parts that vary from run to run."""
     if isinstance(value, dict):
@@ -85,8 +74,8 @@ _TIME = re.compile(r"_duration$|^created|_at$")
 @pytest.mark.usefixtures("no_grammars")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: next(example.requests)[1])
 def test_example_prints_what_page_shows(example: Example) -> None:
-    app = application(HostWithContextLength(DecidingEngine(SCRIPTS, 3, likely=LIKELY)))
-    with TestClient(app, base_url="http://localhost") as client:
+    engine = DecidingEngine(SCRIPTS, 3, likely=LIKELY, context_length=131_072)
+    with TestClient(SingleEngineHost(engine).app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         for method, path, body in example.requests:
             response = client.request(method, path, content=body)

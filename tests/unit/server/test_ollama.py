@@ -28,23 +28,14 @@ SCRIPTS = {
 }
 
 
-class HostWithContextLength(SingleEngineHost):
-    """A host that knows the context length of its model."""
-
-    async def models(self) -> dict[str, Any]:
-        models = await super().models()
-        models["data"][0]["max_model_len"] = 4096
-        return models
-
-
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> HostWithContextLength:
+def host(monkeypatch: pytest.MonkeyPatch) -> SingleEngineHost:
     monkeypatch.setenv(settings.variable("model_names"), "gpt-oss:20b")
-    return HostWithContextLength(ScriptedEngine(SCRIPTS, 3))
+    return SingleEngineHost(ScriptedEngine(SCRIPTS, 3))
 
 
 @pytest.fixture
-def wire(host: HostWithContextLength) -> Iterator[TestClient]:
+def wire(host: SingleEngineHost) -> Iterator[TestClient]:
     with TestClient(host.app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         yield client
@@ -60,7 +51,7 @@ DETAILS = {
 }
 
 
-def test_official_client_lists_and_shows_models(host: HostWithContextLength) -> None:
+def test_official_client_lists_and_shows_models(host: SingleEngineHost) -> None:
     client = ollama_client(host)
 
     async def test() -> None:
@@ -83,7 +74,7 @@ def test_official_client_lists_and_shows_models(host: HostWithContextLength) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_generate_answers_prompt(host: HostWithContextLength, stream: bool) -> None:
+def test_generate_answers_prompt(host: SingleEngineHost, stream: bool) -> None:
     client = ollama_client(host)
 
     async def test() -> tuple[str, str, str]:
@@ -112,7 +103,7 @@ def test_stream_has_json_lines(wire: TestClient) -> None:
 
 @pytest.mark.parametrize("path", ["chat", "generate"])
 def test_request_without_prompt_loads_model(
-    host: HostWithContextLength, wire: TestClient, path: str
+    host: SingleEngineHost, wire: TestClient, path: str
 ) -> None:
     answer = wire.post(f"/api/{path}", json={"model": "gpt-oss:20b", "keep_alive": "5m"}).json()
     assert (answer["model"], answer["done"], answer["done_reason"]) == ("gpt-oss:20b", True, "load")
@@ -180,7 +171,7 @@ def test_lm_studio_lists_models(wire: TestClient) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/api/v0/models"])
 def test_length_of_model_name_is_limited(
-    path: str, host: HostWithContextLength, monkeypatch: pytest.MonkeyPatch
+    path: str, host: SingleEngineHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in requests, even if a pattern would match it."""
     monkeypatch.setenv(settings.variable("model_names"), "gpt-*")
@@ -201,7 +192,7 @@ class FailingEngine(ScriptedEngine):
             raise RuntimeError("broken")
 
 
-def test_stream_error_reaches_official_client(host: HostWithContextLength) -> None:
+def test_stream_error_reaches_official_client(host: SingleEngineHost) -> None:
     host.engine = FailingEngine({"Hello!": "<|channel|>final<|message|>One two three four"}, 5)
 
     async def test() -> None:

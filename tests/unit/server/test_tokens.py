@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -19,24 +18,14 @@ from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 LENGTH = 4096
 
 
-class HostWithContextLength(SingleEngineHost):
-    """A host that knows the context length of its model."""
-
-    async def models(self) -> dict[str, Any]:
-        models = await super().models()
-        models["data"][0]["max_model_len"] = LENGTH
-        return models
+@pytest.fixture
+def host() -> SingleEngineHost:
+    scripts = {"Hi.": "<|channel|>final<|message|>Hello.<|return|>"}
+    return SingleEngineHost(ScriptedEngine(scripts, context_length=LENGTH))
 
 
 @pytest.fixture
-def host() -> HostWithContextLength:
-    return HostWithContextLength(
-        ScriptedEngine({"Hi.": "<|channel|>final<|message|>Hello.<|return|>"})
-    )
-
-
-@pytest.fixture
-def wire(host: HostWithContextLength) -> Iterator[TestClient]:
+def wire(host: SingleEngineHost) -> Iterator[TestClient]:
     with TestClient(host.app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         yield client
@@ -76,7 +65,7 @@ def test_tokens_are_returned_with_their_texts(wire: TestClient) -> None:
     ]
 
 
-def test_tokens_of_messages_match_prompt(host: HostWithContextLength, wire: TestClient) -> None:
+def test_tokens_of_messages_match_prompt(host: SingleEngineHost, wire: TestClient) -> None:
     """The model may be omitted."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     body = {"messages": [{"role": "user", "content": "Hi."}], "tools": tools}
@@ -105,7 +94,7 @@ ERRORS: list[tuple[str, object, str | None]] = [
 
 @pytest.mark.parametrize(("path", "body", "param"), ERRORS)
 def test_error_names_field(
-    host: HostWithContextLength, wire: TestClient, path: str, body: object, param: str | None
+    host: SingleEngineHost, wire: TestClient, path: str, body: object, param: str | None
 ) -> None:
     response = wire.post(path, json=body)
     assert response.status_code == 400
@@ -149,7 +138,8 @@ def test_models_have_context_length_where_clients_look(wire: TestClient) -> None
 
 
 def test_unknown_context_length_is_omitted() -> None:
-    client = TestClient(SingleEngineHost(ScriptedEngine({})).app, base_url="http://localhost")
+    host = SingleEngineHost(ScriptedEngine({}, context_length=None))
+    client = TestClient(host.app, base_url="http://localhost")
     client.headers["Authorization"] = f"Bearer {KEY}"
     (entry,) = client.get("/v1/models").json()["data"]
     assert {*entry} == {"id", "object", "created", "owned_by"}
