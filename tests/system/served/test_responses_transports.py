@@ -319,7 +319,7 @@ def read_slowly(server: Server, body: dict[str, Any]) -> str:
 
 
 def test_slow_readers_miss_nothing(server: Server, model: str) -> None:
-    """Over sockets; `tests/unit/host/test_streams.py` tests groups of any size."""
+    """Over sockets; `tests/unit/server/test_streams.py` tests groups of any size."""
     body = {"model": model, "input": "Quickly.", "stream": True}
     with ThreadPoolExecutor(READERS) as pool:
         streams = list(pool.map(lambda _: read_slowly(server, body), range(READERS)))

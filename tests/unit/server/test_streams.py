@@ -13,9 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm_mlx")
-
 from event_checker import check
 from loops import run
 from waiting import wait_until_async
