@@ -6,10 +6,8 @@ import stat
 from pathlib import Path
 
 import pytest
+from scripted_host import ScriptedEngine, SingleEngineHost
 
-pytest.importorskip("vllm_mlx")
-
-from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.server import encryption as sealing
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.front_end import FrontEnd
@@ -29,7 +27,8 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def front_end() -> FrontEnd:
     """The front end of a server that has just started."""
-    return FrontEnd(VllmMlx(), ServerSettings.read(), SingleServer(MemoryStore()))
+    host = SingleEngineHost(ScriptedEngine({}))
+    return FrontEnd(host, ServerSettings.read(), SingleServer(MemoryStore()))
 
 
 @pytest.mark.parametrize("text", ["", "Need the weather.", "é 😀 <|end|>\n", "x" * 100_000])
