@@ -1,4 +1,4 @@
-"""Routes in front of the real host's: dependencies, order, and what is forwarded unchanged."""
+"""In front of the real host: routes with their dependencies, what they forward, and middleware."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.host import mount, patching
+from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.server.endpoint import Endpoint
 
@@ -164,3 +165,33 @@ def test_new_path_has_no_original_endpoint(mount_routes: Callable[..., None]) ->
     mount_routes(Route(Endpoint("/v1/new", ("POST",), forward, like=(CHAT, "POST"))))
     with pytest.raises(LookupError, match="/v1/new"):
         post("/v1/new")
+
+
+@pytest.fixture
+def protected() -> Iterator[TestClient]:
+    row = mount.front_end(VllmMlx())
+    assert row.problem() is None
+    undo = row.apply()
+    yield client()
+    undo()
+
+
+def test_middleware_protects_the_whole_host(
+    protected: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own routes run tools and load models: foreign pages must not use them either."""
+    evil = {"origin": "https://evil.example"}
+    for path in ("/v1/mcp/execute", "/v1/completions", "/v1/nowhere"):
+        answer = protected.post(path, content=json.dumps({}), headers=evil)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert protected.get("/v1/models").status_code == 200
+    monkeypatch.setattr(vllm_mlx.server, "_api_key", TOKEN)
+    assert protected.post("/v1/completions", headers=evil).status_code == 401
+
+
+def test_undo_removes_the_middleware() -> None:
+    before = list(APP.user_middleware)
+    mount.front_end(VllmMlx()).apply()()
+    assert APP.user_middleware == before
+    answer = client().get("/v1/models", headers={"origin": "https://evil.example"})
+    assert answer.status_code == 200
