@@ -517,7 +517,7 @@ def without_repeated(request: Any) -> Any:
 
 OUTSIDE_REQUEST = frozenset({"timeout"})
 """Parameters that the server reads before the request, which are no part of the turn: see
-`tests/unit/host/test_routes.py`."""
+`tests/unit/server/test_http.py`."""
 
 DELIVERY = frozenset(
     {

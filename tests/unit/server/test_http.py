@@ -316,3 +316,10 @@ def test_failing_observer_changes_no_answer(method: str, stream: bool) -> None:
     assert "Good" in response.text and ("[DONE]" in response.text) is stream
     assert host.trackers[0].results == ["success"]
     assert host.leases == 0
+
+
+@pytest.mark.parametrize(
+    ("timeout", "used"), [(2, 2), (0.5, 0.5), (0, None), (10**400, None), (1e9, None), ("2", None)]
+)
+def test_invalid_timeout_is_ignored(timeout: object, used: float | None) -> None:
+    assert serving._routing({"model": "m", "timeout": timeout}) == ("m", used)
