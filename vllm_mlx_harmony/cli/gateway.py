@@ -41,14 +41,7 @@ COMMANDS = {"keys": "gateway_keys", "usage": "gateway_usage", "stand-in": "gatew
 
 def parser() -> argparse.ArgumentParser:
     """A parser with a flag for each setting, which has no default, so that others can apply."""
-    from vllm_mlx_harmony.gateway.settings import (
-        FLAGS,
-        GROUPS,
-        PREFIX,
-        RENAMED,
-        GatewaySettings,
-        flag,
-    )
+    from vllm_mlx_harmony.gateway.settings import FLAGS, GROUPS, PREFIX, GatewaySettings, flag
 
     made = argparse.ArgumentParser(
         prog="vllm-mlx-harmony gateway",
@@ -78,8 +71,6 @@ def parser() -> argparse.ArgumentParser:
             metavar=about.metavar,
             help=f"{about.text} (default: {field.default})" if default else about.text,
         )
-    for old in RENAMED:
-        made.add_argument(flag(old), dest=old, help=argparse.SUPPRESS)
     return made
 
 

@@ -16,13 +16,14 @@ from vllm_mlx_harmony.cli.errors import UsageError
 
 SAME = {
     "--served-model-name": "model",
+    "--max-tokens": "default_max_output_tokens",
     "--max-request-tokens": "max_output_tokens",
     "--default-temperature": "temperature",
     "--default-top-p": "top_p",
     "--default-thinking-token-budget": "reasoning_tokens",
+    "--rate-limit": "requests_per_minute",
 }
-"""Flags of vllm-mlx, and the gateway's settings that mean the same. ``--max-tokens`` and
-``--rate-limit`` are among the former names of settings (`settings.RENAMED`)."""
+"""Flags of vllm-mlx, and the gateway's settings that mean the same."""
 
 ALWAYS = (
     *("--continuous-batching", "--enable-auto-tool-choice", "--enable-metrics"),
@@ -74,7 +75,6 @@ def main(arguments: Sequence[str]) -> int:
     """Serves a model until SIGTERM or SIGINT. Raises ``UsageError`` for flags that only vllm-mlx
     has."""
     from vllm_mlx_harmony.gateway.engines.detection import LOCAL
-    from vllm_mlx_harmony.gateway.settings import RENAMED
     from vllm_mlx_harmony.server.settings import ServerSettings
 
     given, unknown = parser().parse_known_args(arguments)
@@ -86,9 +86,6 @@ def main(arguments: Sequence[str]) -> int:
     flags = vars(given)
     del flags["ignored"]
     source = flags.pop("source")
-    for old, new in RENAMED.items():
-        value = flags.pop(old)
-        flags[new] = value if flags[new] is None else flags[new]
     flags["engines"] = [f"{LOCAL}{source}"]
     flags["model"] = flags["model"] or source
     if ServerSettings.read().inspect:

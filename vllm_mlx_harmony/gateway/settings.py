@@ -23,7 +23,7 @@ model = "gpt-oss"                     # its name for the model, if it differs
 ```
 
 Pydantic validates the values. The sources are read here and not by pydantic-settings, which ignores
-a misspelt variable, knows no former names, and takes what Kubernetes sets under our prefix.
+a misspelt variable, and takes what Kubernetes sets under our prefix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -444,15 +444,7 @@ RESTART_REQUIRED = (
 FLAGS = {"engines": "engine", "keys": "key", "builtin_tools": "builtin-tool"}
 """The flags of lists, each occurrence of which adds one value."""
 
-RENAMED = {
-    "max_tokens": "default_max_output_tokens",
-    "most_tokens": "max_output_tokens",
-    "drain": "shutdown_grace",
-    "rate_limit": "requests_per_minute",
-}
-"""Former names, which flags, variables and files may still use."""
-
-_NAMES = {setting.name for setting in fields(GatewaySettings)} | RENAMED.keys()
+_NAMES = {setting.name for setting in fields(GatewaySettings)}
 _SECRET = ("engines", "engine_key", "keys")
 """Settings whose values contain keys, which no message may quote."""
 
@@ -477,7 +469,7 @@ def load(
     path = file or environment.get(f"{PREFIX}CONFIG")
     found = _from_file(Path(path)) if path else {}
     found |= _from_environment(environment)
-    found |= _renamed({name: value for name, value in flags.items() if value is not None}, flag)
+    found |= {name: value for name, value in flags.items() if value is not None}
     if not found.get("engines"):
         raise HostError(f"{flag('engines')} is required")
     if not found.get("model"):
@@ -515,7 +507,7 @@ def _from_file(path: Path) -> dict[str, object]:
         close = get_close_matches(unknown, sorted(_NAMES), 1)
         meant = f"; did you mean {close[0]}?" if close else ""
         raise HostError(f"{path}: {unknown} is not a setting{meant}")
-    return _renamed(content, str, f"{path}: ")
+    return content
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
@@ -540,21 +532,4 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
             close = flags.get(given) or next(iter(get_close_matches(given, [*names, "CONFIG"])), "")
             meant = f"; did you mean {PREFIX}{close}?" if close else ""
             raise HostError(f"{variable} is not a setting{meant}")
-    return _renamed(found, lambda name: f"{PREFIX}{name.upper()}")
-
-
-def _renamed(
-    found: dict[str, object], spelled: Callable[[str], str], where: str = ""
-) -> dict[str, object]:
-    """The settings of one source under their present names; a warning names each former one.
-
-    Raises ``HostError`` where a source has a setting under both names.
-    """
-    for old in RENAMED.keys() & found.keys():
-        new = RENAMED[old]
-        names = spelled(old), spelled(new)
-        if new in found:
-            raise HostError(f"{where}{names[0]} is the former name of {names[1]}: set only one")
-        logger.warning("%s%s is now called %s; the old name still works", where, *names)
-        found[new] = found.pop(old)
     return found

@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -637,55 +637,6 @@ def test_invalid_setting_is_named(flags: dict[str, Any], expected: str) -> None:
         load(flags, {})
 
 
-FORMER = {"drain": "5", "max_tokens": "100", "most_tokens": "200", "rate_limit": "9"}
-PRESENT = {
-    "shutdown_grace": 5.0,
-    "default_max_output_tokens": 100,
-    "max_output_tokens": 200,
-    "requests_per_minute": 9,
-}
-
-
-@pytest.mark.parametrize(
-    ("source", "spelled"),
-    [
-        ("flags", lambda name: f"--{name.replace('_', '-')}"),
-        ("environment", lambda name: f"{PREFIX}{name.upper()}"),
-        ("file", str),
-    ],
-)
-def test_former_name_works_with_a_warning(
-    source: str,
-    spelled: Callable[[str], str],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    file = tmp_path / "gateway.toml"
-    lines = FORMER.items() if source == "file" else ()
-    file.write_text("".join(f"{name} = {value}\n" for name, value in lines))
-    flags = {**REQUIRED, **(FORMER if source == "flags" else {})}
-    environment = {
-        PREFIX + name.upper(): value
-        for name, value in (FORMER.items() if source == "environment" else ())
-    }
-    read = load(flags, environment, str(file))
-    assert {name: getattr(read, name) for name in PRESENT} == PRESENT
-    for old, new in zip(FORMER, PRESENT, strict=True):
-        assert f"{spelled(old)} is now called {spelled(new)}; the old name" in caplog.text
-    if source != "flags":  # flags override, whichever name a source uses
-        assert load({**flags, "shutdown_grace": "7"}, environment, str(file)).shutdown_grace == 7
-
-
-def test_setting_under_both_names_is_refused() -> None:
-    with pytest.raises(HostError, match="--drain is the former name of --shutdown-grace"):
-        load({**REQUIRED, "drain": "5", "shutdown_grace": "6"}, {})
-
-
-def test_present_names_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
-    load({**REQUIRED, "shutdown_grace": "6", "max_output_tokens": "9"}, {})
-    assert not caplog.records
-
-
 BASE64 = "MDEyMzQ1Njc4OWFiY2RlZg=="
 
 
@@ -872,7 +823,7 @@ def test_sigterm_lets_streams_end_and_refuses_requests() -> None:
 def test_drain_has_a_limit() -> None:
     engine = FakeEngine("vllm", LONG, held=True)
     port = free_port()
-    flags = ("--drain", "2", "--host", "0.0.0.0")
+    flags = ("--shutdown-grace", "2", "--host", "0.0.0.0")
     with run_server(engine.app) as url, process(url, port, *flags) as running:
         base = f"http://127.0.0.1:{port}"
         with httpx.stream(
@@ -885,9 +836,7 @@ def test_drain_has_a_limit() -> None:
         assert json.loads(last[6:])["error"]["code"] == "shutting_down"
         running.wait(180)
         assert running.stderr is not None
-        warnings = running.stderr.read()
-        assert "no keys are set: everyone who can reach 0.0.0.0" in warnings
-        assert "--drain is now called --shutdown-grace; the old name still works" in warnings
+        assert "no keys are set: everyone who can reach 0.0.0.0" in running.stderr.read()
         wait_until(lambda: engine.running == 0, "the engine to be freed")
 
 
