@@ -225,14 +225,14 @@ def answer_ids(text: str) -> tuple[int, ...]:
 
 _LEADING = (Instructions, AdditionalTools)
 
-_Run: TypeAlias = tuple[Sequence[Message], Sequence[Span] | None]
+_Group: TypeAlias = tuple[Sequence[Message], Sequence[Span] | None]
 """Messages as the client sent them, and the generated spans that replace them, if any."""
 
 
 def _without_stale_reasoning(
     history: Sequence[tuple[Sequence[Message], GeneratedTurn | None]],
-) -> Iterator[_Run]:
-    """The runs of ``history``, without reasoning that led to an earlier answer (A6).
+) -> Iterator[_Group]:
+    """The groups of ``history``, without reasoning that led to an earlier answer (A6).
 
     Spans that cannot be placed without the reasoning before them are replaced by the messages.
     """
@@ -257,7 +257,7 @@ def _without_stale_reasoning(
 
 
 def _encode_messages(  # noqa: C901 - one case per kind of message
-    runs: Iterable[_Run],
+    groups: Iterable[_Group],
     names: Names,
     budget: typescript.SizeBudget,
     calls: Mapping[str, str] | None = None,
@@ -297,7 +297,7 @@ def _encode_messages(  # noqa: C901 - one case per kind of message
             text = _INSTRUCTIONS + message.text
         return _message(tenant, kind, text, tool)
 
-    for sent, spans in runs:
+    for sent, spans in groups:
         for message in sent:
             if spans is None:
                 written.append(ids(message))

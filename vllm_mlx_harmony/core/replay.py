@@ -190,11 +190,11 @@ class ReplayScope:
         """Stores what was generated, unless nothing of it was visible."""
         spans = _spans(output)
         content, calls = visible_content(output.messages)
-        ran = server_calls_digest(output.messages)
-        if spans and (content or calls or ran):
+        server_digest = server_calls_digest(output.messages)
+        if spans and (content or calls or server_digest):
             key = self._key(output.messages, 0 if calls else history_hash(output.before))
             kinds = tuple(map(type, output.messages))
-            turn = GeneratedTurn(kinds, spans, content, tuple(calls), ran)
+            turn = GeneratedTurn(kinds, spans, content, tuple(calls), server_digest)
             self._turns.put(key, turn, _size(turn, key))
             if self._archive is not None:
                 self._archive.put(_digest(*key), turn)
@@ -202,19 +202,19 @@ class ReplayScope:
     def history(
         self, messages: Iterable[Message]
     ) -> list[tuple[Sequence[Message], GeneratedTurn | None]]:
-        """The `runs_of` of ``messages``, each with the turn that was generated.
+        """The groups of ``messages`` (`group_turns`), each with the turn that was generated.
 
         That is ``None`` between turns, if it was not generated here, or if a client edited it.
         """
-        runs = runs_of(messages)
+        groups = group_turns(messages)
         keys = [
-            self._key(run, before) if from_assistant else None
-            for (from_assistant, run), before in zip(runs, _hashes(runs), strict=False)
+            self._key(group, before) if from_assistant else None
+            for (from_assistant, group), before in zip(groups, _hashes(groups), strict=False)
         ]
         turns = self._found([key for key in keys if key is not None])
         return [
-            (run, _unedited(turns.get(key) if key else None, run))
-            for key, (_, run) in zip(keys, runs, strict=True)
+            (group, _unedited(turns.get(key) if key else None, group))
+            for key, (_, group) in zip(keys, groups, strict=True)
         ]
 
     def _found(self, keys: Sequence[_Key]) -> dict[_Key, GeneratedTurn]:
@@ -272,11 +272,11 @@ def visible_content(turn: Iterable[Message]) -> tuple[str, list[Call]]:
 def server_calls_digest(turn: Iterable[Message]) -> str:
     """A digest of the server's tool calls in ``turn`` and their results. Ignores call ids and the
     formatting of arguments. Empty if there are no such calls."""
-    ran = [message for message in turn if isinstance(message, (ServerCall, ServerResult))]
-    if not ran:
+    server_messages = [m for m in turn if isinstance(m, (ServerCall, ServerResult))]
+    if not server_messages:
         return ""
     parts: list[str] = []
-    for message in ran:
+    for message in server_messages:
         text = message.text if isinstance(message, ServerResult) else message.arguments
         if isinstance(message, ServerCall) and is_quick_to_parse(text):
             with suppress(ValueError, RecursionError):
@@ -285,10 +285,10 @@ def server_calls_digest(turn: Iterable[Message]) -> str:
     return _digest(*parts).hex()
 
 
-def runs_of(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
-    """``messages`` in runs: those of the assistant (true), and those between."""
-    runs = groupby(messages, lambda message: type(message) in ASSISTANT_KINDS)
-    return [(from_assistant, list(run)) for from_assistant, run in runs]
+def group_turns(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
+    """``messages`` in groups: the turns of the assistant (true), and what is between them."""
+    groups = groupby(messages, lambda message: type(message) in ASSISTANT_KINDS)
+    return [(from_assistant, list(group)) for from_assistant, group in groups]
 
 
 def history_hash(messages: Iterable[Message]) -> int:
@@ -297,22 +297,22 @@ def history_hash(messages: Iterable[Message]) -> int:
     It does not depend on how content is joined, nor on reasoning, instructions, call ids and
     arguments.
     """
-    *_, last = _hashes(runs_of(messages))
+    *_, last = _hashes(group_turns(messages))
     return last
 
 
-def _hashes(runs: Iterable[tuple[bool, Sequence[Message]]]) -> Iterator[int]:
-    """The `history_hash` of what comes before each of ``runs``, and of all of them."""
+def _hashes(groups: Iterable[tuple[bool, Sequence[Message]]]) -> Iterator[int]:
+    """The `history_hash` of what comes before each of ``groups``, and of all of them."""
     history = blake2b(digest_size=8)
-    for from_assistant, run in runs:
+    for from_assistant, group in groups:
         yield int.from_bytes(history.digest(), "little")
         if from_assistant:
-            content, calls = visible_content(run)
+            content, calls = visible_content(group)
             parts = [(b"said", content), *((b"call", call.name) for call in calls)]
         else:
             parts = [
                 (b"user" if isinstance(message, User) else b"tool", message.text)
-                for message in run
+                for message in group
                 if isinstance(message, (User, Result))
             ]
         for kind, text in parts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import TypeAlias
 
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
@@ -166,14 +167,14 @@ def _conversation(body: ChatBody, attachments: Attachments) -> tuple[list[Messag
     read: list[Message] = []
     prefill = None
     last = len(body.messages) - 1
-    for spoken, run in groupby(
+    for from_assistant, group in groupby(
         enumerate(body.messages), key=lambda placed: placed[1].role == "assistant"
     ):
-        if not spoken:
-            for index, message in run:
+        if not from_assistant:
+            for index, message in group:
                 read += reader.read_input(message, index)
             continue
-        turn = list(run)
+        turn = list(group)
         if continued and turn[-1][0] == last:
             prefill = reader.take_prefill(turn)
             read += reader.read_assistant(turn, Preamble)
@@ -200,8 +201,8 @@ def _continued(body: ChatBody) -> bool:
     return continued
 
 
-_Run = Sequence[tuple[int, ChatMessage]]
-"""Messages of the assistant in a row, each with its place among all messages."""
+_AssistantTurn: TypeAlias = Sequence[tuple[int, ChatMessage]]
+"""Consecutive messages of the assistant, each with its place among all messages."""
 
 
 @dataclass(slots=True)
@@ -250,13 +251,15 @@ class _Reader:
         if not results or results < len(parts):
             yield User(text_of(parts, where, self.attachments, skip=(schema.ToolResultPart,)))
 
-    def read_assistant(self, run: _Run, kind: type[Preamble] | type[Answer]) -> list[Message]:
+    def read_assistant(
+        self, turn: _AssistantTurn, kind: type[Preamble] | type[Answer]
+    ) -> list[Message]:
         """One turn of the assistant in the model's own order (A4): its texts are of one ``kind``.
 
         Calls come last, so that there is no text between them and their results.
         """
         read: list[Message] = []
-        for index, message in run:
+        for index, message in turn:
             where = f"messages[{index}]"
             if reasoning := message.words_of_reasoning:
                 read.append(Reasoning(reasoning))
@@ -274,16 +277,16 @@ class _Reader:
                 read.append(Call(key, legacy.name, arguments))
         return sorted(read, key=lambda message: isinstance(message, Call))
 
-    def take_prefill(self, run: _Run) -> str | None:
-        """The text that the answer continues; it is taken out of the last message of ``run``.
+    def take_prefill(self, turn: _AssistantTurn) -> str | None:
+        """The text that the answer continues; it is taken out of the last message of ``turn``.
 
         Raises ``RequestError`` for a call in it: a call needs a result.
         """
-        for index, message in run:
+        for index, message in turn:
             if message.has_calls:
                 problem = f"messages[{index}]: a message with tool calls cannot be continued"
                 raise unsupported(f"messages[{index}]", problem)
-        index, last = run[-1]
+        index, last = turn[-1]
         text = self._text(last, f"messages[{index}]")
         reasoning = [part for part in last.content or () if isinstance(part, schema.ReasoningPart)]
         last.content, last.refusal, last.audio = [*reasoning], None, None
@@ -304,10 +307,10 @@ class _Reader:
     def _call(self, call: schema.AnyCall, where: str) -> Call:
         if isinstance(call, schema.CustomCall):
             return Call(call.id, call.custom.name, wrap(call.custom.input))
-        name, given = call.function.name, call.function.arguments
-        if name in self.flat and isinstance(given, str):
-            return Call(call.id, name, wrap(given))
-        return Call(call.id, name, call_arguments(given, f"{where}.function.arguments"))
+        name, arguments = call.function.name, call.function.arguments
+        if name in self.flat and isinstance(arguments, str):
+            return Call(call.id, name, wrap(arguments))
+        return Call(call.id, name, call_arguments(arguments, f"{where}.function.arguments"))
 
 
 # --- Tools, effort, sampling and limits.

@@ -230,7 +230,7 @@ def notes(body: MessagesBody, missing: Unavailable) -> tuple[str, ...]:
     return (*tools, "defer_loading was ignored: this server searches no tools for the model")
 
 
-# --- The conversation: runs of messages of one speaker, each read by its role.
+# --- The conversation: groups of messages of one role.
 
 
 class _Placed(NamedTuple):
@@ -247,8 +247,8 @@ class _ReadMessage:
     effort: EffortUpdate | None
 
 
-_Run: TypeAlias = Sequence[_ReadMessage]
-"""Consecutive messages of one speaker."""
+_Group: TypeAlias = Sequence[_ReadMessage]
+"""Consecutive messages of one role."""
 
 _SERVER_CALLS = ("server_tool_use", "mcp_tool_use")
 
@@ -271,24 +271,24 @@ class _Reader:
         self, body: MessagesBody, *, wants_json: bool
     ) -> tuple[list[Message], str | None]:
         """All messages, and the beginning of the answer when the last one is the assistant's."""
-        runs = [
-            (role, list(run))
-            for role, run in groupby(self.placed(body), lambda message: message.role)
+        groups = [
+            (role, list(group))
+            for role, group in groupby(self.placed(body), lambda message: message.role)
         ]
-        last: _Run = ()
+        last: _Group = ()
         prefill, finished = None, False
         if body.messages[-1].role == "assistant":
-            last = runs.pop()[1]
+            last = groups.pop()[1]
             choice = body.tool_choice.type if body.tool_choice else ""
             prefill, finished = _take_prefill(last, choice in ("any", "tool"), wants_json)
         messages: list[Message] = []
-        for role, run in runs:
+        for role, group in groups:
             if role == "system":
-                messages += self.instructions(run)
+                messages += self.instructions(group)
             elif role == "user":
-                messages += self.user(run)
+                messages += self.user(group)
             else:
-                messages += self.assistant(run, answered=True)
+                messages += self.assistant(group, answered=True)
         messages += self.assistant(last, answered=finished)
         return with_results_moved(messages), prefill
 
@@ -314,17 +314,17 @@ class _Reader:
             if blocks or update or message.role != "system":
                 yield _ReadMessage(message.role, blocks, update)
 
-    def instructions(self, run: _Run) -> Iterator[Message]:
+    def instructions(self, group: _Group) -> Iterator[Message]:
         """Instructions, and the tools that are declared among them (A12)."""
-        for message in run:
-            for adds, group in groupby(
+        for message in group:
+            for adds, blocks in groupby(
                 message.blocks, lambda placed: isinstance(placed.block, schema.ToolAdditionBlock)
             ):
                 if not adds:
-                    if text := self.text(group):
+                    if text := self.text(blocks):
                         yield Instructions(text)
                     continue
-                yield from self.additions(group)
+                yield from self.additions(blocks)
             if message.effort:
                 yield message.effort
 
@@ -345,12 +345,12 @@ class _Reader:
         if missing:
             yield notice(missing)
 
-    def user(self, run: _Run) -> Iterator[Message]:
+    def user(self, group: _Group) -> Iterator[Message]:
         """The results of tools, then the user's texts: the order that the API requires anyway.
 
         A tool that a result refers to is declared after the result.
         """
-        for message in run:
+        for message in group:
             other_blocks: list[_Placed] = []
             for block, where in message.blocks:
                 if not (isinstance(block, schema.ResultBlock) and block.type == "tool_result"):
@@ -368,19 +368,19 @@ class _Reader:
             if other_blocks or not message.blocks:
                 yield User(self.text(other_blocks))
 
-    def assistant(self, run: _Run, *, answered: bool) -> Iterator[Message]:
+    def assistant(self, turn: _Group, *, answered: bool) -> Iterator[Message]:
         """In the model's own order (A4). Consecutive messages are one turn of the assistant.
 
         The last text of a message is its answer, unless a call follows it, or the turn is not
         ``answered`` yet. A client's calls come last, so that there is no text between them and
         their results.
         """
-        blocks = [placed for message in run for placed in message.blocks]
+        blocks = [placed for message in turn for placed in message.blocks]
         if not answered or any(placed.block.type == "tool_use" for placed in blocks):
             for placed in sorted(blocks, key=lambda placed: placed.block.type == "tool_use"):
                 yield from self.assistant_block(*placed)
             return
-        for message in run:
+        for message in turn:
             ends = ("text", *_SERVER_CALLS)
             last = (
                 placed.block for placed in reversed(message.blocks) if placed.block.type in ends
@@ -400,15 +400,15 @@ class _Reader:
                 yield from self.thought(block, where)
             case schema.CallBlock():
                 # The model's own text, if that was not an object.
-                given, invalid = block.input, block.input.get(INVALID_JSON)
-                compact = dumps(given, ensure_ascii=False, separators=(",", ":"))
+                invalid = block.input.get(INVALID_JSON)
+                compact = dumps(block.input, ensure_ascii=False, separators=(",", ":"))
                 arguments = invalid if isinstance(invalid, str) else compact
                 if block.type == "tool_use":
                     yield Call(block.id, block.name, arguments)
                     return
                 label = block.server_name if isinstance(block, schema.McpCallBlock) else None
                 called = translated_call(
-                    self.defaults.namespaces, label, block.name, given, arguments
+                    self.defaults.namespaces, label, block.name, block.input, arguments
                 )
                 if called is not None:
                     yield ServerCall(block.id, *called)
@@ -475,8 +475,8 @@ def _joined(placed: Iterable[_Placed]) -> list[_Placed]:
     return joined
 
 
-def _take_prefill(run: _Run, must_call: bool, wants_json: bool) -> tuple[str | None, bool]:
-    """Takes the text that the answer continues from ``run``; or true, if ``run`` is an answer.
+def _take_prefill(turn: _Group, must_call: bool, wants_json: bool) -> tuple[str | None, bool]:
+    """Takes the text that the answer continues from ``turn``; or true, if that is an answer.
 
     It is one if the request requires a call or JSON, which cannot continue the text. Then a new
     turn of the assistant begins after it, as in Chat Completions. LangGraph requests a typed answer
@@ -485,7 +485,7 @@ def _take_prefill(run: _Run, must_call: bool, wants_json: bool) -> tuple[str | N
     Raises ``RequestError`` for a call without a result and for white space at the end, as
     Anthropic's API does: the model's next token brings its own.
     """
-    placed = [block for message in run for block in message.blocks]
+    placed = [block for message in turn for block in message.blocks]
     for block, where in placed:
         if block.type == "tool_use":
             raise RequestError(f"{where} is a tool_use without a tool_result after it", param=where)
@@ -497,7 +497,7 @@ def _take_prefill(run: _Run, must_call: bool, wants_json: bool) -> tuple[str | N
     if text != text.rstrip():
         problem = f"{where}: final assistant content cannot end with trailing whitespace"
         raise RequestError(problem, param=where)
-    next(message.blocks for message in reversed(run) if message.blocks).pop()
+    next(message.blocks for message in reversed(turn) if message.blocks).pop()
     return text, False
 
 
