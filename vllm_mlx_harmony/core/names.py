@@ -61,8 +61,8 @@ class Names:
         ``weather``), and for a tool choice with a name that both have.
         """
         server = tuple(name for namespace in turn.namespaces for name in namespace.recipients)
-        served = frozenset(namespace.name for namespace in turn.namespaces)
-        builtin = tuple(name for name in turn.builtin_tools if name not in served)
+        namespaces = frozenset(namespace.name for namespace in turn.namespaces)
+        builtin = tuple(name for name in turn.builtin_tools if name not in namespaces)
         tools = turn.callable_tools
         known = {tool.name for tool in tools}
         later: dict[str, bool] = {}  # names that the history calls or declares, in order
@@ -71,9 +71,9 @@ class Names:
                 later.update((name, name in known) for name in _declared(message.tools))
             elif isinstance(message, Call) and _namespace(message.name) not in builtin:
                 later[message.name] = message.name in known
-        for tool in tools if served else ():
+        for tool in tools if namespaces else ():
             namespace, dot, _ = tool.name.partition(".")
-            if dot and namespace in served and not _is_trained(tool.name):
+            if dot and namespace in namespaces and not _is_trained(tool.name):
                 problem = (
                     f"a tool cannot be named {quoted(tool.name)}: names that begin with "
                     f"{quoted(namespace + '.')} are those of the server's own tools"
@@ -107,7 +107,8 @@ class Names:
         """Whether ``recipient`` addresses a declared tool, or a built-in one that is enabled."""
         return bool(self._known(recipient)[0])
 
-    def is_served(self, recipient: str) -> bool:
+    def is_server_tool(self, recipient: str) -> bool:
+        """Whether ``recipient`` addresses a tool that the server runs."""
         return self._known(recipient)[1]
 
     def _known(self, recipient: str) -> tuple[str, bool]:

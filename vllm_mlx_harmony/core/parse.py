@@ -380,8 +380,8 @@ class Parser:
     ) -> None:
         self.reading = _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)
         if tool := self._names.addressee(header.recipient):
-            served = self._names.is_served(header.recipient)
-            self.reading = Kind.SERVER_CALL if served else Kind.CALL
+            is_server_tool = self._names.is_server_tool(header.recipient)
+            self.reading = Kind.SERVER_CALL if is_server_tool else Kind.CALL
             self._open(self.reading, tool)
         elif self._stop_strings and self.reading in _CONTENT:
             self._finder = StopStrings(self._stop_strings)

@@ -29,10 +29,10 @@ class RequestBody(RequestModel):
 
 def sampling(body: RequestBody, **converted: Any) -> Sampling:
     """The sampling that ``body`` asks for; ``converted`` are its fields that need a conversion."""
-    given = {name: getattr(body, name) for name in _NAMES & type(body).model_fields.keys()}
+    values = {name: getattr(body, name) for name in _NAMES & type(body).model_fields.keys()}
     if body.top_k == -1:  # vLLM's value for "all tokens"
-        given["top_k"] = 0
-    return Sampling(**given, **converted)
+        values["top_k"] = 0
+    return Sampling(**values, **converted)
 
 
 _NAMES = {field.name for field in fields(Sampling)} - {"logit_bias", "top_logprobs"}

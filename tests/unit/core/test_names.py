@@ -103,7 +103,7 @@ def test_declared_and_built_in_tools_keep_their_names(
     assert names.recipient("python") == "functions.python_tool"
     assert names.addressee(recipient) == names.addressee("python") == "python"
     assert names.is_tool(recipient)
-    assert not names.is_served(recipient)
+    assert not names.is_server_tool(recipient)
 
 
 SEARCH = Namespace("browser", (Tool("search"),))
@@ -129,19 +129,20 @@ BESIDE_SERVERS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "recipient", "name", "served"), BESIDE_SERVERS)
+@pytest.mark.parametrize(("function", "recipient", "name", "is_server_tool"), BESIDE_SERVERS)
 def test_function_and_server_of_same_name_are_told_apart(
-    function: str, recipient: str, name: str, served: bool
+    function: str, recipient: str, name: str, is_server_tool: bool
 ) -> None:
     turn = Turn((User("?"),), (Tool(function),), namespaces=(SEARCH, CODE, MAIN))
     names = Names.of(turn)
-    assert (names.addressee(recipient), names.is_served(recipient)) == (name, served)
+    assert names.addressee(recipient) == name
+    assert names.is_server_tool(recipient) is is_server_tool
     assert names.is_tool(recipient)
 
 
 def test_client_call_in_history_does_not_hide_server() -> None:
     names = Names.of(Turn((User("?"), Call("1", "python", "{}")), namespaces=(CODE,)))
-    assert (names.addressee("python"), names.is_served("python")) == ("python", True)
+    assert (names.addressee("python"), names.is_server_tool("python")) == ("python", True)
 
 
 def test_later_declared_function_has_an_alias() -> None:

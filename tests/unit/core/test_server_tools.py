@@ -277,7 +277,7 @@ def test_calls_of_the_history_are_answered_in_any_order() -> None:
 def test_recipient_leads_to_tool(recipient: str, name: str) -> None:
     names = Names.of(TURN)
     assert names.addressee(recipient) == name
-    assert names.is_served(recipient) == (name.partition(".")[0] in ("weather", "python"))
+    assert names.is_server_tool(recipient) == (name.partition(".")[0] in ("weather", "python"))
 
 
 @pytest.mark.parametrize("name", ["weather.now", "weather.of_mine"])

@@ -107,7 +107,7 @@ async def detect(http: ClientSession, spec: Spec, model: str) -> HttpEngine:
     elif dialect is PLUGIN:
         dialect = replace(dialect, capabilities=capabilities_of(about))
     _, models = await get(http, spec, "/v1/models")
-    served_name, length = _served(models, about, spec.model or model)
+    served_name, length = _name_and_length(models, about, spec.model or model)
     engine = HttpEngine(http, spec.url.rstrip("/"), dialect, model, served_name, length, spec.key)
     engine.dialect = await _tried(engine, spec)
     logger.info("engine %s", start_line(engine))
@@ -285,17 +285,17 @@ async def _kind(http: ClientSession, spec: Spec) -> tuple[Dialect, Json]:
     )
 
 
-def _entries(listed: Json) -> list[Json]:
+def _entries(models: Json) -> list[Json]:
     """The models in the response of ``/v1/models``."""
-    return [entry for entry in listed.get("data") or () if isinstance(entry, dict)]
+    return [entry for entry in models.get("data") or () if isinstance(entry, dict)]
 
 
-def _served(listed: Json, about: Json, model: str) -> tuple[str, int | None]:
+def _name_and_length(models: Json, about: Json, model: str) -> tuple[str, int | None]:
     """The engine's name for the model, and its context length if it reports one.
 
     Raises ``HostError`` if it serves other models only: their answers would pass for this one's.
     """
-    entries = _entries(listed)
+    entries = _entries(models)
     exact = [entry for entry in entries if entry.get("id") == model]
     similar = [entry for entry in entries if same_model(str(entry.get("id")), model)]
     if entries and not (exact or len(similar) == 1):

@@ -68,9 +68,9 @@ class Emitter:
         self._length = 0  # of the content
         self._is_content = False  # whether the open message is part of it
         self._calls: list[Document] = []
-        self._ran_calls: list[Document] = []
+        self._server_calls: list[Document] = []
         self._call: tuple[Document, str] | None = None  # an open one, and the field for its text
-        self._served = False  # whether the open message is a call of the server's
+        self._is_server_call = False  # whether the open message is one
         self._around: tuple[str, ...] = ()
         self._parts: list[str] = []
         self._joint = ""
@@ -82,7 +82,7 @@ class Emitter:
     def feed(self, delta: Delta) -> list[Event]:  # noqa: C901, PLR0912 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
-            case deltas.Text() if self._served:
+            case deltas.Text() if self._is_server_call:
                 self._parts.append(delta.text)
                 return []
             case deltas.Text() if self._input is not None:
@@ -111,10 +111,10 @@ class Emitter:
                     body[name] = "".join(self._parts)
                 return events
             case deltas.ToolFinished():
-                call = self._ran_calls[-1]
+                call = self._server_calls[-1]
                 call["output"] = delta.text
                 call["error"] = None if delta.failure is None else delta.failure.text
-                index = len(self._ran_calls) - 1  # without which openai's client cannot join them
+                index = len(self._server_calls) - 1  # openai's client joins chunks by it
                 return self._send(encode({SERVER_CALLS: [{"index": index, **call}]}))
             case deltas.Finished():
                 return [*self.finish(delta), *self.end(delta.usage)]
@@ -162,14 +162,14 @@ class Emitter:
         self._hidden = delta.kind is Kind.REASONING and not self.shows_reasoning
         self._input = self._call = None
         self._joint = ""
-        self._served = delta.kind is Kind.SERVER_CALL
+        self._is_server_call = delta.kind is Kind.SERVER_CALL
         self._is_content = delta.kind in (Kind.PREAMBLE, Kind.ANSWER)
         key = self.info.call_id(delta.index)
-        if self._served:
+        if self._is_server_call:
             # Sent once its result is known: the client does not have to make this call.
             call: Document = {"id": key, "name": delta.name, "arguments": ""}
-            self._ran_calls.append({**call, "output": None, "error": None})
-            self._call, self._parts = (self._ran_calls[-1], "arguments"), []
+            self._server_calls.append({**call, "output": None, "error": None})
+            self._call, self._parts = (self._server_calls[-1], "arguments"), []
         elif delta.kind is Kind.CALL:
             index, kind, name = len(self._calls), "function", "arguments"
             if delta.name in self.freeform:
@@ -242,8 +242,8 @@ class Emitter:
             reasoning = "".join(self._texts[_REASONING])
             message |= dict.fromkeys(self.reasoning_field.names, reasoning)
         # One without an answer was not run, and is not in a stream either (D2).
-        if ran := [call for call in self._ran_calls if call["output"] is not None]:
-            message[SERVER_CALLS] = ran
+        if finished := [call for call in self._server_calls if call["output"] is not None]:
+            message[SERVER_CALLS] = finished
         if self._annotations:
             message[_ANNOTATIONS] = self._annotations
         if self._calls:

@@ -101,7 +101,7 @@ def unavailable_tools(
     ``available`` are the namespaces that the server could run, and ``namespaces`` those that it
     runs for this request.
     """
-    served = {namespace.name for namespace in namespaces}
+    names_run = {namespace.name for namespace in namespaces}
     names: dict[str, None] = {}
     for tool in body.tools or ():
         on_client = isinstance(tool, (ClientTool, PredefinedTool))
@@ -109,7 +109,7 @@ def unavailable_tools(
             continue
         name = unavailable_name(tool)
         similar = _LIKE[name][0].partition(".")[0] if name in _LIKE else ""
-        if not (available if isinstance(tool, Toolset) else similar in served):
+        if not (available if isinstance(tool, Toolset) else similar in names_run):
             names[name] = None
     if not available:  # otherwise, unknown servers are errors
         names.update((server.name, None) for server in body.mcp_servers or ())
@@ -172,14 +172,14 @@ def translated_call(
     namespaces: Sequence[Namespace],
     label: str | None,
     name: str,
-    given: Mapping[str, object],
+    tool_input: Mapping[str, object],
     arguments: str,
 ) -> tuple[str, str] | None:
     """The recipient and the arguments with which the prompt shows a call of a server's tool.
 
-    ``label`` is that of an MCP server, or ``None`` for a tool of Anthropic's. ``given`` is the
-    input in the call's block, and ``arguments`` the same as JSON. Returns ``None`` for a call that
-    means nothing to the model.
+    ``label`` is that of an MCP server, or ``None`` for a tool of Anthropic's. ``tool_input`` is
+    the object in the call's block, and ``arguments`` the same as JSON. Returns ``None`` for a call
+    that means nothing to the model.
     """
     if label is not None:
         recipient = recipient_of(namespaces, label, name)
@@ -189,9 +189,9 @@ def translated_call(
     if name not in _LIKE:
         return valid_name(name, set()), arguments
     recipient, there, here = _LIKE[name]
-    if name == WEB_FETCH and isinstance(given.get("pattern"), str):
+    if name == WEB_FETCH and isinstance(tool_input.get("pattern"), str):
         return f"{BROWSER}.find", arguments
-    value = given.get(there)
+    value = tool_input.get(there)
     if not isinstance(value, str):
         return recipient, arguments
     if recipient == PYTHON:

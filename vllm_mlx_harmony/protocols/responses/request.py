@@ -154,11 +154,11 @@ class ResponsesRequest:
         be approved.
         """
         before = {m.call_id for m in self.turn.messages if isinstance(m, ServerResult)}
-        ran = self._to_run - before  # calls of the history that were run for this request
+        run_now = self._to_run - before  # calls of the history that were run for this request
         results: list[Message] = []
         other_messages: list[Message] = []
         for message in messages:
-            is_theirs = isinstance(message, ServerResult) and message.call_id in ran
+            is_theirs = isinstance(message, ServerResult) and message.call_id in run_now
             (results if is_theirs else other_messages).append(message)
         answer = other_messages[len(self.turn.messages) :]
         if self.compacts:
@@ -304,8 +304,8 @@ def previous_response_id(body: object) -> str | None:
 
 def conversation_id(body: object) -> str | None:
     """The id of the conversation that ``body`` is a part of, read like the previous response's."""
-    given = body.get("conversation") if isinstance(body, dict) else None
-    key = given.get("id") if isinstance(given, dict) else given
+    conversation = body.get("conversation") if isinstance(body, dict) else None
+    key = conversation.get("id") if isinstance(conversation, dict) else conversation
     return key if isinstance(key, str) else None
 
 
@@ -381,8 +381,9 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
     """
 
     def used(field: str, neutral: float) -> float:
-        given = getattr(body, field)
-        value = getattr(defaults.sampling, field) if given is None else given
+        value = getattr(body, field)
+        if value is None:
+            value = getattr(defaults.sampling, field)
         return neutral if value is None else float(value)
 
     words = (str(word).lower() for _, word in _effort(body) if word is not None)
@@ -431,8 +432,8 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
 def _format(requested: schema.TextFormat | None) -> Document:
     if requested is None or requested.type != "json_schema":
         return {"type": requested.type if requested else "text"}
-    given = requested.model_dump(by_alias=True)
-    return {**given, "name": requested.name or "response", "strict": bool(requested.strict)}
+    fields = requested.model_dump(by_alias=True)
+    return {**fields, "name": requested.name or "response", "strict": bool(requested.strict)}
 
 
 def _tool(tool: schema.ResponsesTool) -> Document:
