@@ -50,6 +50,20 @@ def patient_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "NICE", 0)
 
 
+@pytest.fixture
+def startup_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An interpreter as after an installation, which has read the startup file of its site."""
+    from vllm_mlx_harmony import _startup
+    from vllm_mlx_harmony.cli import doctor
+
+    file = tmp_path / doctor.STARTUP_FILE
+    file.write_text("import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.register()\n")
+    monkeypatch.setattr(doctor.site, "getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", [_startup.Finder(), *sys.meta_path])
+    monkeypatch.delenv(_startup.SWITCH, raising=False)
+    return file
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Takes the mark from every N-th row."""
