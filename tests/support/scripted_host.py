@@ -219,8 +219,8 @@ class SingleEngineHost:
         return text == KEY
 
     async def authenticate(self, connection: HTTPConnection) -> None:
-        """One key."""
-        if connection.headers.get("authorization") != f"Bearer {KEY}":
+        """One key, if any is required."""
+        if self.requires_key and connection.headers.get("authorization") != f"Bearer {KEY}":
             raise HTTPException(401, "Invalid API key")
 
     async def check_rate_limit(self, connection: HTTPConnection) -> None:

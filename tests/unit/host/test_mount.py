@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -195,3 +196,37 @@ def test_undo_removes_the_middleware() -> None:
     assert APP.user_middleware == before
     answer = client().get("/v1/models", headers={"origin": "https://evil.example"})
     assert answer.status_code == 200
+
+
+def test_route_is_added_and_removed() -> None:
+    route = mount.front_end(VllmMlx())
+    before = list(APP.router.routes)
+    assert route.problem() is None
+    undo = route.apply()
+    assert APP.router.routes[:-1] == before
+    undo()
+    after = APP.router.routes
+    assert len(after) == len(before)
+    assert all(new is old for new, old in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("message", "traceback"),
+    [
+        ("Invalid UTF-8 sequence received from client.", False),
+        ("Exception in an app", True),
+    ],
+)
+def test_non_utf_8_message_is_logged_without_traceback(
+    caplog: pytest.LogCaptureFixture, message: str, traceback: bool
+) -> None:
+    undo = mount.front_end(VllmMlx()).apply()
+    try:
+        b"\xd2".decode()
+    except UnicodeDecodeError:
+        logging.getLogger("uvicorn.error").exception(message)
+    finally:
+        undo()
+    (record,) = caplog.records
+    assert record.message == message
+    assert bool(record.exc_info) is traceback

@@ -15,12 +15,15 @@ import pytest
 
 pytest.importorskip("vllm_mlx")
 
+from starlette.testclient import TestClient, WebSocketDenialResponse
 from vllm_mlx import server
 from vllm_mlx.engine.base import GenerationOutput
 
 from vllm_mlx_harmony.host import adapter, contract
 
 PATH = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+RESPONSE = f"{RESPONSES}/resp_0"
 
 
 class Foreign:
@@ -46,6 +49,10 @@ class Foreign:
 def _foreign(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_engine", Foreign())
     monkeypatch.setattr(server, "_model_name", "foreign")
+
+
+@pytest.fixture
+def _constant_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.time, "time", lambda: 1_754_352_000.0)
     monkeypatch.setattr(server.uuid, "uuid4", lambda: SimpleNamespace(hex="f" * 32))
 
@@ -64,21 +71,21 @@ async def application() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def send(content: bytes, path: str = PATH, **headers: str) -> httpx.Response:
-    async def post() -> httpx.Response:
+def request(method: str, path: str, **options: Any) -> httpx.Response:
+    async def send_request() -> httpx.Response:
         async with application() as client:
-            kind = {"content-type": "application/json"}
-            return await client.post(path, content=content, headers={**kind, **headers})
+            return await client.request(method, path, **options)
 
-    return asyncio.run(post())
+    return asyncio.run(send_request())
+
+
+def send(content: bytes, path: str = PATH, **headers: str) -> httpx.Response:
+    kind = {"content-type": "application/json"}
+    return request("POST", path, content=content, headers={**kind, **headers})
 
 
 def get(path: str, **headers: str) -> httpx.Response:
-    async def fetch() -> httpx.Response:
-        async with application() as client:
-            return await client.get(path, headers=headers)
-
-    return asyncio.run(fetch())
+    return request("GET", path, headers=headers)
 
 
 def chat_body(**fields: Any) -> bytes:
@@ -107,7 +114,7 @@ def without_id(response: httpx.Response) -> bytes:
     )
 
 
-@pytest.mark.usefixtures("_foreign")
+@pytest.mark.usefixtures("_foreign", "_constant_ids")
 @pytest.mark.parametrize("body", BODIES)
 def test_host_answers_for_its_other_models_unchanged(body: bytes) -> None:
     theirs = send(body)
@@ -119,6 +126,25 @@ def test_host_answers_for_its_other_models_unchanged(body: bytes) -> None:
     assert ours.status_code == theirs.status_code
     assert ours.headers.items() == theirs.headers.items()
     assert without_id(ours) == without_id(theirs)
+
+
+@pytest.mark.usefixtures("_foreign")
+def test_host_continues_responses_of_its_other_models() -> None:
+    body = {"model": "foreign", "input": "Bonjour ?", "previous_response_id": None}
+    theirs = request("POST", RESPONSES, json=body).json()
+    contract.activate()
+    try:
+        ours = request("POST", RESPONSES, json=body).json()
+        # The host itself finds the answer that this one continues.
+        continued = {**body, "previous_response_id": ours["id"]}
+        more = request("POST", RESPONSES, json=continued)
+    finally:
+        contract.deactivate()
+    assert ours.keys() == theirs.keys()
+    assert [item["content"] for item in ours["output"]] == [
+        item["content"] for item in theirs["output"]
+    ]
+    assert more.status_code == 200
 
 
 @pytest.mark.usefixtures("_foreign", "_active")
@@ -146,11 +172,7 @@ def test_our_routes_are_404_for_other_models(path: str) -> None:
 def test_wrong_method_is_refused_in_the_shape_of_its_api(
     method: str, path: str, allowed: str
 ) -> None:
-    async def send_request() -> httpx.Response:
-        async with application() as client:
-            return await client.request(method, path)
-
-    response = asyncio.run(send_request())
+    response = request(method, path)
     assert (response.status_code, response.headers["allow"]) == (405, allowed)
     document = response.json()
     assert method in document["error"]["message"]
@@ -160,7 +182,6 @@ def test_wrong_method_is_refused_in_the_shape_of_its_api(
     assert ("code" in document["error"]) is not messages
 
 
-RESP = "/v1/responses"
 HALF = b"\\ud83d"
 """Half of a surrogate pair, escaped as in JSON."""
 
@@ -175,9 +196,9 @@ HALF = b"\\ud83d"
         ("/v1/responses", b'{"model":"HALF","input":"Hi"}', 404),
         ("/v1/responses", b'{"model":"foreign","previous_response_id":"HALF","input":""}', 404),
         ("/v1/responses", b'{"model":"foreign","input":[{"type":"HALF"}]}', 400),
-        (RESP, b'{"model":"foreign","input":[{"type":"item_reference","id":"HALF"}]}', 400),
+        (RESPONSES, b'{"model":"foreign","input":[{"type":"item_reference","id":"HALF"}]}', 400),
         (
-            RESP,
+            RESPONSES,
             b'{"model":"foreign","input":"","tools":[{"type":"function","name":[]}],"user":"HALF"}',
             400,
         ),
@@ -270,7 +291,7 @@ def test_request_for_invalid_model_loads_nothing(
     [
         (PATH, {"messages": []}),
         (PATH, {"messages": [{"role": "user", "content": "Hi"}], "temperature": "hot"}),
-        (RESP, {"input": "Hi", "previous_response_id": "resp_0"}),
+        (RESPONSES, {"input": "Hi", "previous_response_id": "resp_0"}),
         ("/v1/responses/input_tokens", {"input": [{"type": "unknown"}]}),
         ("/v1/messages", {"messages": [], "max_tokens": 1}),
     ],
@@ -317,6 +338,61 @@ def test_key_is_checked_first(monkeypatch: pytest.MonkeyPatch, headers: dict[str
         assert response.json()["error"]["code"] == "invalid_api_key"
     right = {"authorization": "Bearer sesame"}
     assert get("/v1/models/foreign", **right).json()["id"] == "foreign"
+
+
+ROUTES = [
+    pytest.param("POST", "/v1/responses", {"model": "foreign", "input": "Hi"}, id="create"),
+    pytest.param("POST", "/v1/responses/compact", {"model": "x", "input": "Hi"}, id="compact"),
+    pytest.param("POST", "/v1/responses/input_tokens", {"model": "x", "input": "Hi"}, id="count"),
+    pytest.param("GET", RESPONSE, None, id="retrieve"),
+    pytest.param("DELETE", RESPONSE, None, id="delete"),
+    pytest.param("GET", f"{RESPONSE}/input_items", None, id="input items"),
+    pytest.param("POST", f"{RESPONSE}/cancel", None, id="cancel"),
+    pytest.param("POST", "/v1/conversations", {"items": []}, id="conversations"),
+    pytest.param("DELETE", "/v1/conversations/conv_1/items/msg_1", None, id="a conversation's"),
+]
+
+
+@pytest.mark.usefixtures("_foreign", "_active")
+@pytest.mark.parametrize(("method", "path", "body"), ROUTES)
+def test_key_and_rate_limit_apply_to_every_route(
+    monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
+) -> None:
+    monkeypatch.setattr(server, "_api_key", "sesame")
+    right = {"authorization": "Bearer sesame"}
+    limiter = server.RateLimiter(requests_per_minute=1, enabled=True)
+    monkeypatch.setattr(server, "_rate_limiter", limiter)
+    refused = request(method, path, json=body, headers={"authorization": "Bearer wrong"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert request(method, path, json=body, headers=right).status_code in (200, 404)
+    limited = request(method, path, json=body, headers=right)
+    assert (limited.status_code, limited.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert int(limited.headers["retry-after"]) > 0
+
+
+@pytest.mark.usefixtures("_active")
+@pytest.mark.parametrize(
+    ("headers", "key", "status"),
+    [
+        ({}, None, None),
+        ({"authorization": "Bearer s\xe9cret".encode("latin-1")}, "secret", 401),
+        ({}, "sesame", 401),
+        ({"authorization": "Bearer wrong"}, "sesame", 401),
+        ({"Authorization": "Bearer sesame"}, "sesame", None),
+    ],
+)
+def test_websocket_requires_the_key(
+    monkeypatch: pytest.MonkeyPatch, headers: dict[str, Any], key: str | None, status: int | None
+) -> None:
+    monkeypatch.setattr(server, "_api_key", key)
+    client = TestClient(server.app, "http://localhost")
+    denied = None
+    try:
+        with client.websocket_connect(RESPONSES, headers=headers):
+            pass
+    except WebSocketDenialResponse as response:
+        denied = response.status_code
+    assert denied == status
 
 
 @pytest.mark.usefixtures("_foreign", "_active")
