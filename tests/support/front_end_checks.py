@@ -169,7 +169,7 @@ def check_events_over_websocket(host: SingleEngineHost) -> None:
     assert response["output"][-1]["content"][0]["text"] == "Good day."
 
 
-def check_refusals(host: SingleEngineHost, path: str) -> None:
+def check_rejections(host: SingleEngineHost, path: str) -> None:
     async def create(key: str = KEY, **fields: Any) -> Any:
         openai_client, anthropic_client = clients(host, key)
         user: Any = [{"role": "user", "content": "Hello!"}]

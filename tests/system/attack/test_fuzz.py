@@ -251,7 +251,7 @@ class Log:
         return new_bytes.decode("utf-8", "replace")
 
 
-def test_mutated_requests_are_answered_or_refused(target: Target) -> None:
+def test_mutated_requests_are_answered_or_rejected(target: Target) -> None:
     started = time.monotonic()
     attacker = Attacker(target, assert_healthy(target), create_conversation(target))
     problems: list[str] = []

@@ -106,7 +106,7 @@ def test_messages_enforces_tool_choice(server: Server, model: str) -> None:
     assert is_city(message.content[-1].input)
 
 
-def test_unsupported_strict_schema_is_refused(client: openai.OpenAI, model: str) -> None:
+def test_unsupported_strict_schema_is_rejected(client: openai.OpenAI, model: str) -> None:
     create: Any = client.chat.completions.create
     schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
     function = {"name": "odd", "parameters": schema, "strict": True}

@@ -272,7 +272,7 @@ def test_closed_websocket_frees_the_engine(server: Server, client: OpenAI, model
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
-def test_websocket_without_key_is_refused(server: Server, headers: dict[str, str]) -> None:
+def test_websocket_without_key_is_rejected(server: Server, headers: dict[str, str]) -> None:
     url = server.base_url.replace("http", "ws") + "/v1/responses"
     with pytest.raises(InvalidStatus) as caught, connect(url, additional_headers=headers):
         pass

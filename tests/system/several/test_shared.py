@@ -490,7 +490,7 @@ def test_missing_redis_is_reported_at_startup(
     assert "secret" not in raised.value.message
 
 
-def test_invalid_encryption_key_is_refused(private_server: RedisServer) -> None:
+def test_invalid_encryption_key_is_rejected(private_server: RedisServer) -> None:
     private_server.client.set("vllm-mlx-harmony:encryption-key", b"short")
     with pytest.raises(PeersError, match="is not a key"):
         Connection(private_server.url)

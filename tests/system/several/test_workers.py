@@ -245,7 +245,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         (("--inspect",), True, "--inspect requires --workers 1"),
     ],
 )
-def test_unshareable_settings_of_workers_are_refused(
+def test_unshareable_settings_of_workers_are_rejected(
     flags: tuple[str, ...],
     redis: bool,
     problem: str,

@@ -186,7 +186,7 @@ def test_occupied_port_is_reported(startup_file: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("port", ["99999", "65536", "-1", "0", "many", "²", ""])
-def test_invalid_port_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_port_is_rejected(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         doctor.main([f"--port={port}"])
     assert ended.value.code == 2

@@ -163,7 +163,7 @@ def test_tool_result_closes_open_output(output: str, end: str) -> None:
     assert text_of(turn.render_for_completion()[len(prompt) :]) == expected
 
 
-def test_result_without_call_is_refused_and_changes_nothing() -> None:
+def test_result_without_call_is_rejected_and_changes_nothing() -> None:
     turn, _ = context_after_call()
     before = (turn.messages, turn.render_for_completion())
     with pytest.raises(RequestError) as caught:

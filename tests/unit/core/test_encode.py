@@ -250,7 +250,7 @@ def test_adversarial_text_is_bounded_work(text: str) -> None:
     assert not any(token in vocab.CONTROL for token in ids)
 
 
-def test_text_beyond_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_beyond_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the model's window, not the limit, and a lower bound of the length."""
     monkeypatch.setattr(vocab, "MAX_PROMPT_TOKENS", 10_000)
     assert len(vocab.encode(" word" * 10_000)) == 10_000

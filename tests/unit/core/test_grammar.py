@@ -293,7 +293,7 @@ def test_policy_off_gives_no_grammar() -> None:
         (replace(TYPED, prefill="I think"), "messages", "beginning of the answer"),
     ],
 )
-def test_impossible_choices_are_refused(asked: Turn, param: str, words: str) -> None:
+def test_impossible_choices_are_rejected(asked: Turn, param: str, words: str) -> None:
     with pytest.raises(RequestError, match=words) as raised:
         compile_turn(asked)
     assert raised.value.param == param

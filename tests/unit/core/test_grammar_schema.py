@@ -439,7 +439,7 @@ def test_keywords_that_only_strict_enforces(case: str) -> None:
         assert raised.value.param == "tools"
 
 
-def test_strict_schema_without_values_or_too_large_is_refused() -> None:
+def test_strict_schema_without_values_or_too_large_is_rejected() -> None:
     deep: Any = {"type": "integer"}
     for _ in range(400):
         deep = of(a=deep)
@@ -585,7 +585,7 @@ def test_deep_or_large_schema_becomes_a_note(case: str) -> None:
 @pytest.mark.nightly(sample=2)
 @pytest.mark.once
 @pytest.mark.parametrize(("count", "parameters"), [(500, 30), (1500, 2)])
-def test_many_tools_are_weakened_not_refused(count: int, parameters: int) -> None:
+def test_many_tools_are_weakened_not_rejected(count: int, parameters: int) -> None:
     kind = {"type": "string"}
     properties = [{f"p_{n}_{at}": kind for at in range(parameters)} for n in range(count)]
     tools = tuple(Tool(f"t{n}", parameters=of(**fields)) for n, fields in enumerate(properties))

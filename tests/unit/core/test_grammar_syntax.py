@@ -174,7 +174,7 @@ PLACES = [(case, "tool") for case in BAD] + [(case, "answer") for case in {*BAD}
 
 
 @pytest.mark.parametrize(("case", "place"), sorted(PLACES))
-def test_unenforceable_syntax_is_refused_when_strict(case: str, place: str) -> None:
+def test_unenforceable_syntax_is_rejected_when_strict(case: str, place: str) -> None:
     kind, definition, words = BAD[case]
     grammar, matcher = compile_turn(turn_with_syntax(kind, definition, place))
     subject = "the response format" if place == "answer" else "the format of tool 'patch'"

@@ -152,7 +152,7 @@ def test_later_declared_function_has_an_alias() -> None:
     assert names.addressee("functions.python_tool") == "python"
 
 
-def test_ambiguous_choice_is_refused() -> None:
+def test_ambiguous_choice_is_rejected() -> None:
     turn = Turn((User("?"),), (Tool("python"),), namespaces=(CODE,))
     Names.of(turn)
     with pytest.raises(RequestError) as caught:
@@ -179,7 +179,7 @@ def test_valid_name_fits_header(name: str, used: tuple[str, ...], expected: str)
 
 
 @pytest.mark.parametrize("tools", [("x", "x"), ("",)])
-def test_indistinguishable_names_are_refused(tools: tuple[str, ...]) -> None:
+def test_indistinguishable_names_are_rejected(tools: tuple[str, ...]) -> None:
     declared = tuple(Tool(name, where=f"tools[{at}]") for at, name in enumerate(tools))
     with pytest.raises(RequestError) as caught:
         Names.of(Turn((User("?"),), declared))

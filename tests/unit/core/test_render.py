@@ -429,7 +429,7 @@ REFUSED: dict[str, tuple[Turn, str, str]] = {
 
 
 @pytest.mark.parametrize(("given_turn", "param", "expected"), REFUSED.values(), ids=REFUSED.keys())
-def test_invalid_turn_is_refused(given_turn: Turn, param: str, expected: str) -> None:
+def test_invalid_turn_is_rejected(given_turn: Turn, param: str, expected: str) -> None:
     with pytest.raises(RequestError) as caught:
         render(given_turn)
     assert (caught.value.status, caught.value.param) == (400, param)

@@ -472,7 +472,7 @@ def test_empty_replay_changes_nothing() -> None:
     assert render(turn, Replay(LIMIT).view("m")) == render(turn)
 
 
-def test_result_without_call_is_refused() -> None:
+def test_result_without_call_is_rejected() -> None:
     with pytest.raises(RequestError) as caught:
         render_history(view_of(LOOP), *LOOP_AS_SENT, Result("c7", "ok", "messages[3]"))
     assert caught.value.param == "messages[3]"

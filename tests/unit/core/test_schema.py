@@ -582,7 +582,7 @@ KINDS = ["properties", "items", "anyOf", "allOf", "default", "prefixItems", "wid
 @pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [MAX_DEPTH - 1, MAX_DEPTH, 1_000, 20_000])
-def test_deep_schemas_are_cut_not_refused(kind: str, depth: int) -> None:
+def test_deep_schemas_are_cut_not_rejected(kind: str, depth: int) -> None:
     whole = type_of({"type": "object", "properties": {"p": nested(depth, kind)}})
     assert printed(whole).startswith("(_: ")
 
@@ -715,7 +715,7 @@ TOO_LARGE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.once
 @pytest.mark.parametrize("parameters", TOO_LARGE.values(), ids=TOO_LARGE.keys())
-def test_tools_with_too_large_schemas_are_refused(parameters: dict[str, Any]) -> None:
+def test_tools_with_too_large_schemas_are_rejected(parameters: dict[str, Any]) -> None:
     small = Tool("a", parameters=referring({"type": "string"}, 2), where="tools[0]")
     assert param_of_refusal(small, Tool("b", parameters=parameters, where="tools[1]")) == "tools[1]"
 

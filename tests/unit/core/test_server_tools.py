@@ -281,7 +281,7 @@ def test_recipient_leads_to_tool(recipient: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["weather.now", "weather.of_mine"])
-def test_function_indistinguishable_from_server_is_refused(name: str) -> None:
+def test_function_indistinguishable_from_server_is_rejected(name: str) -> None:
     turn = Turn((User("?"),), (Tool(name, where="tools[0]"),), namespaces=(WEATHER, CODE))
     with pytest.raises(RequestError) as caught:
         render(turn)

@@ -72,14 +72,14 @@ TOO_LARGE: dict[str, tuple[Turn, str]] = {
 
 
 @pytest.mark.parametrize(("turn", "where"), TOO_LARGE.values(), ids=TOO_LARGE.keys())
-def test_large_texts_are_refused(turn: Turn, where: str) -> None:
+def test_large_texts_are_rejected(turn: Turn, where: str) -> None:
     with pytest.raises(RequestError) as raised:
         render.render(turn)
     assert raised.value.param == where
 
 
 @pytest.mark.parametrize(("pieces", "repeated"), [(2_000, 1), (100, 20)])
-def test_prompt_beyond_limit_is_refused(
+def test_prompt_beyond_limit_is_rejected(
     monkeypatch: pytest.MonkeyPatch, pieces: int, repeated: int
 ) -> None:
     turn = Turn((User(f"{pieces} a\n" * pieces),) * repeated)

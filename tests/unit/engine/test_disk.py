@@ -601,7 +601,7 @@ def mount(place: Path, options: str) -> None:
         pytest.skip("no file system can be mounted here")
 
 
-def test_read_only_file_system_is_refused(tmp_path: Path, pieces: list[Piece]) -> None:
+def test_read_only_file_system_is_rejected(tmp_path: Path, pieces: list[Piece]) -> None:
     """At the start. For one that becomes read-only at runtime, see above."""
     mount(tmp_path / "ssd", "size=16m")
     try:
@@ -707,7 +707,7 @@ def test_damaged_index_is_set_aside(
     assert messages == ([reading, aside, reading] if running else [aside])
 
 
-def test_index_of_newer_version_is_refused(open_disk: Open, pieces: list[Piece]) -> None:
+def test_index_of_newer_version_is_rejected(open_disk: Open, pieces: list[Piece]) -> None:
     disk = open_disk()
     write(disk, pieces)
     path = disk.directory / DIRECTORY / index.NAME

@@ -25,7 +25,7 @@ from front_end_checks import (
     by_ollama,
     by_responses,
     check_events_over_websocket,
-    check_refusals,
+    check_rejections,
     check_tool_loop,
     check_tool_loop_in_conversation,
 )
@@ -60,8 +60,8 @@ def test_a_tool_loop(host: CountingGateway, loop: Loop, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("path", ["chat", "responses", "messages"])
-def test_refusals_have_the_shape_of_their_api(host: CountingGateway, path: str) -> None:
-    check_refusals(host, path)
+def test_rejections_have_the_shape_of_their_api(host: CountingGateway, path: str) -> None:
+    check_rejections(host, path)
 
 
 def test_the_same_events_over_a_websocket(host: CountingGateway) -> None:

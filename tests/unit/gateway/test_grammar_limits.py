@@ -37,6 +37,6 @@ def client() -> Iterator[TestClient]:
         yield web
 
 
-def test_dangerous_schema_and_syntax_are_refused(client: TestClient) -> None:
+def test_dangerous_schema_and_syntax_are_rejected(client: TestClient) -> None:
     check_schema(client, "chat", next(iter(SCHEMAS)))
     check_syntax(client, next(iter(LARK)))

@@ -289,7 +289,7 @@ def test_metrics_have_no_keys_by_default() -> None:
     assert 'generation_tokens_total{channel="content"}' in metrics and "alice" not in metrics
 
 
-def test_revoked_key_is_refused_on_an_open_websocket() -> None:
+def test_revoked_key_is_rejected_on_an_open_websocket() -> None:
     engine = FakeEngine("vllm", SCRIPTS)
     alice, bob = Key("alice", digest("key-of-alice")), Key("bob", digest("key-of-bob"))
     with ExitStack() as stack:

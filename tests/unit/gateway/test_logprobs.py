@@ -120,7 +120,7 @@ def test_gateway_returns_logprobs(kind: str, fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", REFUSING)
 @pytest.mark.parametrize("stream", [False, True])
-def test_unsupported_logprobs_are_refused(kind: str, stream: bool) -> None:
+def test_unsupported_logprobs_are_rejected(kind: str, stream: bool) -> None:
     answer = post(kind, logprobs=True, stream=stream)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
     include = ["message.output_text.logprobs"]

@@ -170,7 +170,7 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["", "vllm-mlx"])
-def test_plugin_without_id_endpoint_is_refused(
+def test_plugin_without_id_endpoint_is_rejected(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is a Harmony server, and every request would fail."""
@@ -237,7 +237,7 @@ def test_names_of_one_model_are_recognized(first: str, second: str, same: bool) 
         ("m", MODEL, "n"),
     ],
 )
-def test_engine_with_another_model_is_refused(
+def test_engine_with_another_model_is_rejected(
     serves: str, model: str, engine_model: str | None
 ) -> None:
     """Unless its name is set: clients would take its answers for those of the gateway's model."""
@@ -309,7 +309,7 @@ def test_reload_changes_keys_and_limits() -> None:
         assert ask("key-of-c").status_code == 401
 
 
-def test_unrecognized_server_is_refused() -> None:
+def test_unrecognized_server_is_rejected() -> None:
     with run_server(Starlette()) as url:
         pattern = r"not recognized as any of vllm, .* --engine KIND=URL"
         with pytest.raises(HostError, match=pattern):
@@ -501,7 +501,7 @@ ORDER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required":
 TOOL = {"type": "function", "function": {"name": "order", "parameters": ORDER, "strict": True}}
 
 
-def test_unenforceable_request_is_refused() -> None:
+def test_unenforceable_request_is_rejected() -> None:
     with ExitStack() as stack:
         engine = FakeEngine("llamacpp", SCRIPTS)
         url = stack.enter_context(run_server(engine.app))
@@ -710,7 +710,7 @@ def test_messages_contain_no_key(flags: dict[str, Any], expected: str) -> None:
         ("KEYS", " ,", "--key: empty list"),
     ],
 )
-def test_variable_without_effect_is_refused(name: str, value: str, expected: str) -> None:
+def test_variable_without_effect_is_rejected(name: str, value: str, expected: str) -> None:
     """A gateway whose keys are not read is open to everybody."""
     with pytest.raises(HostError, match=expected):
         load(REQUIRED, {PREFIX + name: value})
@@ -792,7 +792,7 @@ def status(port: int, path: str) -> int:
 LONG = {"Hello": "<|channel|>final<|message|>" + "word " * 60 + "<|return|>"}
 
 
-def test_sigterm_lets_streams_end_and_refuses_requests() -> None:
+def test_sigterm_lets_streams_end_and_rejects_requests() -> None:
     engine = FakeEngine("vllm", LONG, held=True)
     port = free_port()
     flags = ("--shutdown-grace", "300")

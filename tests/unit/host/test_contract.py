@@ -282,7 +282,7 @@ def test_both_namespaces_of_python_m_are_gated(served: ServeCommand, table: obje
     assert main["serve_command"] is served
 
 
-def test_host_without_serve_command_is_refused() -> None:
+def test_host_without_serve_command_is_rejected() -> None:
     with pytest.raises(HostError, match="serve_command"):
         host.install({})
 
@@ -323,7 +323,7 @@ def test_supported_versions_are_recognized(
     assert (contract.unsupported() is None) is works
 
 
-def test_unsupported_host_is_refused(
+def test_unsupported_host_is_rejected(
     served: ServeCommand,
     table: object,
     monkeypatch: pytest.MonkeyPatch,
@@ -343,7 +343,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
-def test_changed_host_is_refused_and_not_patched(
+def test_changed_host_is_rejected_and_not_patched(
     served: ServeCommand,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -399,7 +399,7 @@ def test_misfitting_optional_row_is_one_warning(
 @pytest.mark.parametrize(
     "name", ["vllm_mlx.engine.base.BaseEngine", "vllm_mlx.server.app", "mlx_lm.utils.load_model"]
 )
-def test_missing_required_name_is_refused(
+def test_missing_required_name_is_rejected(
     served: ServeCommand,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -412,7 +412,7 @@ def test_missing_required_name_is_refused(
     assert served.calls == []
 
 
-def test_part_that_fails_to_load_is_refused(
+def test_part_that_fails_to_load_is_rejected(
     served: ServeCommand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = metadata.EntryPoint("harmony", "no_such_module:Thing", entry_points.TOOL_PARSERS)
@@ -467,7 +467,7 @@ def test_missing_openai_harmony_is_one_warning_with_a_fix(
     assert "pip install openai-harmony" in line
 
 
-def test_other_model_is_refused(
+def test_other_model_is_rejected(
     served: ServeCommand,
     table: object,
     monkeypatch: pytest.MonkeyPatch,
@@ -484,7 +484,7 @@ def test_other_model_is_refused(
     assert "MODEL is not Harmony" in capsys.readouterr().err
 
 
-def test_unusable_store_is_refused_at_startup(
+def test_unusable_store_is_rejected_at_startup(
     served: ServeCommand,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -595,7 +595,7 @@ def test_problems_are_found_before_anything_is_changed(row: Requirement, expecte
 
 
 @pytest.mark.parametrize("name", ["no_app", "_metrics"])
-def test_unextendable_application_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_unextendable_application_is_rejected(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(mount, "APP", f"vllm_mlx.server:{name}")
     front_end = mount.front_end(VllmMlx())
     for row in (front_end, route("/v1/models", "GET", print)):

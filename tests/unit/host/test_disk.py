@@ -62,7 +62,7 @@ def test_doctor_changes_nothing_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gigabytes", [0.0, -1.0, float("nan")])
-def test_invalid_size_is_refused(tmp_path: Path, gigabytes: float) -> None:
+def test_invalid_size_is_rejected(tmp_path: Path, gigabytes: float) -> None:
     with pytest.raises(HostError, match="ssd-cache-max-gb"):
         resources.open_disk(str(tmp_path / "new"), gigabytes, 0)
     assert not (tmp_path / "new").exists()

@@ -689,14 +689,14 @@ def test_off_makes_no_constraint(run: Run, kind: str, seed: int) -> None:
 @pytest.mark.usefixtures("no_grammars")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["required", "named", "custom"])
-def test_off_refuses_requests_that_need_a_grammar(run: Run, kind: str, seed: int) -> None:
+def test_off_rejects_requests_that_need_a_grammar(run: Run, kind: str, seed: int) -> None:
     with pytest.raises(RequestError, match="cannot be enforced") as raised:
         constraint_of(run, kind, seed)
     assert raised.value.param == "tool_choice"
 
 
 @pytest.mark.usefixtures("no_grammars")
-def test_off_refuses_strict_tools(run: Run) -> None:
+def test_off_rejects_strict_tools(run: Run) -> None:
     with pytest.raises(RequestError, match="strict arguments of tool 'weather'"):
         constraint_of(run, "auto", tools=nested(functions(strict=True)))
 
@@ -709,7 +709,7 @@ def odd(strict: bool) -> list[Body]:
     return nested([tool])
 
 
-def test_unsupported_schema_is_refused_when_strict_or_logged(
+def test_unsupported_schema_is_rejected_when_strict_or_logged(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -733,7 +733,7 @@ def test_unsupported_schema_is_refused_when_strict_or_logged(
         ("VLLM_MLX_HARMONY_REPETITIONS", "x"),
     ],
 )
-def test_invalid_setting_is_refused(
+def test_invalid_setting_is_rejected(
     monkeypatch: pytest.MonkeyPatch, variable: str, word: str
 ) -> None:
     monkeypatch.setenv(variable, word)

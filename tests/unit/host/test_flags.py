@@ -78,7 +78,7 @@ def test_cache_budget_is_read_from_flags(
     assert flags.cache_budget(parse_given(monkeypatch, *line.split())) == expected
 
 
-def test_invalid_percentage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_percentage_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostError, match=r"--cache-memory-percent: .*1\.5"):
         flags.cache_budget(parse_given(monkeypatch, "--cache-memory-percent", "1.5"))
 
@@ -232,7 +232,7 @@ def test_every_flag_of_the_host_is_classified() -> None:
     assert set(vars(parse())) - {"command"} == (idle | ELSEWHERE) - {"help"}
 
 
-def test_mllm_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mllm_flag_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HostError, match="--mllm is not supported: gpt-oss takes text only"):
         activation._check(parse("--mllm"), ServerSettings())
 

@@ -55,7 +55,9 @@ FLAGS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize(("arguments", "expected"), FLAGS.values(), ids=FLAGS)
-def test_invalid_argument_is_refused(refused: Refused, arguments: list[str], expected: str) -> None:
+def test_invalid_argument_is_rejected(
+    refused: Refused, arguments: list[str], expected: str
+) -> None:
     assert expected in refused(*arguments)
 
 
@@ -75,7 +77,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), [(n, *row) for n, row in VARIABLES.items()])
-def test_invalid_variable_is_refused(
+def test_invalid_variable_is_rejected(
     refused: Refused,
     name: str,
     value: str,
@@ -130,7 +132,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "expected"), MODELS.values(), ids=MODELS)
-def test_unloadable_model_is_refused(
+def test_unloadable_model_is_rejected(
     damage: Callable[[Path], object],
     expected: str,
     tiny: Path,

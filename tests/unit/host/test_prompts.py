@@ -124,7 +124,7 @@ def test_warm_prompts_serve_every_tenant(engine: Any, run: Run) -> None:
     "messages",
     [[{"role": "nobody", "content": "x"}], [RESULT], [{"role": "assistant", "content": 5}]],
 )
-def test_unrenderable_warm_prompt_is_refused(messages: list[Any]) -> None:
+def test_unrenderable_warm_prompt_is_rejected(messages: list[Any]) -> None:
     with pytest.raises(RequestError):
         warm_prompts.beginning(messages, Defaults(), render)
 

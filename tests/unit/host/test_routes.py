@@ -169,7 +169,7 @@ def test_our_routes_are_404_for_other_models(path: str) -> None:
         ("DELETE", "/v1/messages/count_tokens", "POST"),
     ],
 )
-def test_wrong_method_is_refused_in_the_shape_of_its_api(
+def test_wrong_method_is_rejected_in_the_shape_of_its_api(
     method: str, path: str, allowed: str
 ) -> None:
     response = request(method, path)

@@ -465,7 +465,7 @@ def test_top_k_that_keeps_everything_is_none(top_k: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 201_088, 10**12])
-def test_bias_on_unknown_token_is_refused(token: int) -> None:
+def test_bias_on_unknown_token_is_rejected(token: int) -> None:
     with pytest.raises(RequestError) as raised:
         sampling.resolve(Sampling(logit_bias=((token, 1.0),)), OutputLimits(), any_number)
     assert (raised.value.status, raised.value.param) == (400, "logit_bias")

@@ -666,7 +666,9 @@ def test_last_message_is_an_answer_by_default(fields: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_unsupported_continuation_is_refused(fields: dict[str, Any], last: Any, param: str) -> None:
+def test_unsupported_continuation_is_rejected(
+    fields: dict[str, Any], last: Any, param: str
+) -> None:
     assert error_of({"model": "m", "messages": [*HELLO, last], **fields}).param == param
 
 
@@ -735,7 +737,7 @@ def test_tool_choice_keeps_all_tools_in_prompt(choice: Any, expected: ToolChoice
 
 
 @pytest.mark.parametrize("kind", ["function", "custom"])
-def test_tool_choice_of_other_kind_is_refused(kind: str) -> None:
+def test_tool_choice_of_other_kind_is_rejected(kind: str) -> None:
     name = "say" if kind == "function" else "weather"
     body = {"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": kind, kind: {"name": name}}}
     assert error_of({"model": "m", **body}).param == "tool_choice"
@@ -883,7 +885,7 @@ def test_strict_false_is_advised_only_where_strict_was_set(
 
 
 @pytest.mark.parametrize("field", ["response_format", "guided_regex", "structured_outputs"])
-def test_second_format_is_refused(field: str) -> None:
+def test_second_format_is_rejected(field: str) -> None:
     others = {
         "response_format": {"type": "json_object"},
         "guided_regex": "a",
@@ -1248,7 +1250,7 @@ def nested(depth: int) -> dict[str, Any]:
     [None, True, 3, 1.5, "text", [], [{}], {}, nested(100_000), {"model": 10**5000}],
     ids=["null", "true", "int", "float", "str", "list", "nested list", "empty", "deep", "long"],
 )
-def test_body_of_another_type_is_refused(body: object) -> None:
+def test_body_of_another_type_is_rejected(body: object) -> None:
     error_of(body)
 
 

@@ -385,7 +385,7 @@ def test_errors_have_anthropic_shape(error: HarmonyFailure, kind: str, message: 
     assert error_body(error, "req_1") == {**body, "request_id": "req_1"}
 
 
-def test_thread_is_refused_with_details() -> None:
+def test_thread_is_rejected_with_details() -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
     with pytest.raises(RequestError) as caught:
         read({**body, "thread": {"type": "create"}}, Defaults(), Tagged())

@@ -1083,7 +1083,7 @@ def test_error_of_block_says_why(message: dict[str, Any], why: str) -> None:
     assert error.message == f"messages[0].content[0] is of type {kind!r}, {why}"
 
 
-def test_misplaced_tool_use_is_refused() -> None:
+def test_misplaced_tool_use_is_rejected() -> None:
     messages = [user(use({})), assistant(text("a")), *HELLO]
     error = error_of({"model": "m", "max_tokens": 9, "messages": messages})
     assert error.param == "messages[0].content[0]"
@@ -1097,7 +1097,7 @@ LAST = [
 
 
 @pytest.mark.parametrize(("message", "where"), LAST)
-def test_unsupported_continuation_is_refused(message: dict[str, Any], where: str) -> None:
+def test_unsupported_continuation_is_rejected(message: dict[str, Any], where: str) -> None:
     error = error_of({"model": "m", "max_tokens": 9, "messages": [*HELLO, message]})
     assert error.param == where
     assert where in error.message
@@ -1173,7 +1173,7 @@ def nested_body(depth: int) -> dict[str, Any]:
     [None, True, 3, "text", [], [{}], {}, nested_body(100_000)],
     ids=["null", "true", "int", "str", "list", "nested list", "empty", "deep"],
 )
-def test_body_of_another_type_is_refused(body: object) -> None:
+def test_body_of_another_type_is_rejected(body: object) -> None:
     error_of(body)
 
 

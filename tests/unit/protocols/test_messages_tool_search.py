@@ -178,7 +178,7 @@ def test_loaded_tool_may_be_called_and_chosen() -> None:
 @pytest.mark.parametrize(
     "tools", [[deferred("f"), tool("f")], [deferred("f"), SEARCH, deferred("f")]]
 )
-def test_tools_with_equal_names_are_refused_before_loading(tools: list[Block]) -> None:
+def test_tools_with_equal_names_are_rejected_before_loading(tools: list[Block]) -> None:
     with pytest.raises(RequestError, match="duplicate tool name 'f'") as caught:
         read_turn([ASK], tools)
     assert caught.value.param in ("tools[0]", "tools[2]")

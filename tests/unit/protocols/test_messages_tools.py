@@ -201,7 +201,7 @@ def test_grammar_enforces_documented_calls(kind: str, arguments: dict[str, Any])
         assert all(map(matcher.consume, ids_of(output))) == permitted
 
 
-def test_function_with_name_of_client_tool_is_refused() -> None:
+def test_function_with_name_of_client_tool_is_rejected() -> None:
     with pytest.raises(RequestError, match="duplicate tool name 'bash'"):
         render(
             read_request(

@@ -226,6 +226,6 @@ def test_model_to_show_is_read(body: object) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"model": 1}, [], None])
-def test_missing_model_to_show_is_refused(body: object) -> None:
+def test_missing_model_to_show_is_rejected(body: object) -> None:
     with pytest.raises(RequestError, match="model must be a string"):
         model_in(body)

@@ -413,7 +413,7 @@ def test_local_tool_can_be_chosen(tools: list[Any], choice: Any, expected: ToolC
     assert read_request(*tools, tool_choice=choice).turn.tool_choice == expected
 
 
-def test_choice_of_undeclared_tool_is_refused() -> None:
+def test_choice_of_undeclared_tool_is_rejected() -> None:
     with pytest.raises(RequestError, match="'shell' is not among the tools") as caught:
         read_request(FUNCTION, tool_choice={"type": "shell"})
     assert caught.value.param == "tool_choice"

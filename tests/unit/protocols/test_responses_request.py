@@ -1001,7 +1001,7 @@ def test_items_are_listed_in_pages(query: dict[str, str], numbers: range, more: 
     [("order", "up"), ("limit", "0"), ("limit", "101"), ("limit", "x"), ("limit", "²"),
      ("limit", "9" * 5000), ("after", "msg_30")],
 )  # fmt: skip
-def test_invalid_page_is_refused(param: str, value: str) -> None:
+def test_invalid_page_is_rejected(param: str, value: str) -> None:
     with pytest.raises(RequestError) as caught:
         page(MANY, {param: value})
     assert (caught.value.param, caught.value.status) == (param, 400)
@@ -1035,18 +1035,18 @@ FIELD_NAMES = st.sampled_from(
 
 
 @given(VALUES)
-def test_any_json_is_read_or_refused(body: Any) -> None:
+def test_any_json_is_read_or_rejected(body: Any) -> None:
     with suppress(RequestError):
         read(body, Defaults(), SEAL)
 
 
 @given(st.dictionaries(FIELD_NAMES, SHAPED, max_size=6))
-def test_any_fields_are_read_or_refused(fields: dict[str, Any]) -> None:
+def test_any_fields_are_read_or_rejected(fields: dict[str, Any]) -> None:
     with suppress(RequestError):
         read({"model": "m", "input": "x", **fields}, Defaults(), SEAL)
 
 
 @given(st.lists(st.dictionaries(KEYS, SHAPED | WORDS, max_size=7), max_size=4))
-def test_any_items_are_read_or_refused(items: list[Any]) -> None:
+def test_any_items_are_read_or_rejected(items: list[Any]) -> None:
     with suppress(RequestError):
         read_request(input=[HELLO, *items]).input_items(INFO)

@@ -261,7 +261,7 @@ REFUSED: list[tuple[list[dict[str, Any]], Any, str]] = [
 
 
 @pytest.mark.parametrize(("declared", "choice", "param"), REFUSED)
-def test_impossible_choice_is_refused(
+def test_impossible_choice_is_rejected(
     declared: list[dict[str, Any]], choice: Any, param: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -345,7 +345,7 @@ def test_only_new_tools_are_declared_later() -> None:
         ([namespace("a", function("f")), namespace("a", function("f"))], "tools[1].tools[0]"),
     ],
 )
-def test_tool_declared_twice_is_refused(declared: list[dict[str, Any]], param: str) -> None:
+def test_tool_declared_twice_is_rejected(declared: list[dict[str, Any]], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         read_tools(*declared)
     assert caught.value.param == param

@@ -974,7 +974,7 @@ def test_call_of_server_tools_can_be_required(server: Defaults, api: str) -> Non
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_required_call_without_tools_is_refused(api: str) -> None:
+def test_required_call_without_tools_is_rejected(api: str) -> None:
     with pytest.raises(RequestError) as caught:
         read_by(api, DEFAULTS, tool_choice=choice(api, "required"))
     assert caught.value.param == "tool_choice"
@@ -1028,7 +1028,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED.values(), ids=REFUSED)
-def test_invalid_tools_are_refused(fields: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_rejected(fields: dict[str, Any], param: str) -> None:
     body = {"model": "m", "input": "Hi", "tools": [WEATHER, PYTHON], **fields}
     with pytest.raises(RequestError) as caught:
         read(body, DEFAULTS, Reverse())
@@ -1275,7 +1275,7 @@ INVALID_SERVERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("read_servers", "param"), INVALID_SERVERS.values(), ids=INVALID_SERVERS)
-def test_invalid_servers_are_refused(read_servers: Any, param: str) -> None:
+def test_invalid_servers_are_rejected(read_servers: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         read_servers()
     assert caught.value.param == param
@@ -1347,7 +1347,7 @@ def test_messages_requested_tools_are_read(fields: dict[str, Any], shown: tuple[
         ({"tools": [{"type": "mcp_toolset"}]}, "tools[0].mcp_server_name"),
     ],
 )
-def test_messages_unknown_server_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_messages_unknown_server_is_rejected(fields: dict[str, Any], param: str) -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
     with pytest.raises(RequestError) as caught:
         read_messages({**body, **fields}, DEFAULTS, Reverse())

@@ -30,12 +30,12 @@ def test_lone_surrogates_are_replaced(value: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [[HIGH, float("inf")], [HIGH, float("nan")]])
-def test_infinite_numbers_are_refused(value: Any) -> None:
+def test_infinite_numbers_are_rejected(value: Any) -> None:
     with pytest.raises(RequestError, match=r"\[1\] must be a finite number"):
         repair(value)
 
 
-def test_lone_surrogate_nested_too_deeply_is_refused() -> None:
+def test_lone_surrogate_nested_too_deeply_is_rejected() -> None:
     deep: Any = HIGH
     for _ in range(600):
         deep = [deep]

@@ -94,7 +94,7 @@ BAD_GZIP = {
 
 
 @pytest.mark.parametrize(("chunks", "status", "remaining"), BAD_GZIP.values(), ids=BAD_GZIP)
-def test_invalid_gzip_is_refused(
+def test_invalid_gzip_is_rejected(
     chunks: list[bytes], status: int, remaining: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(body.MAX_BODY_VARIABLE, "2900K")
@@ -114,7 +114,7 @@ def test_gzip_holds_little_memory() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["zstd", "gzip, gzip", "br"])
-def test_other_encoding_is_refused_by_name(encoding: str) -> None:
+def test_other_encoding_is_rejected_by_name(encoding: str) -> None:
     incoming, unread = request(b"{}", content_encoding=encoding)
     error = error_of(read(incoming))
     assert error.status == 415 and encoding in error.message and unread
@@ -151,7 +151,7 @@ TOO_MANY = {
 
 
 @pytest.mark.parametrize("sent", TOO_MANY.values(), ids=TOO_MANY.keys())
-def test_too_many_values_are_refused(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+def test_too_many_values_are_rejected(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     error = error_of(parse_body(sent))
     assert (error.status, error.code) == (413, "request_too_large")
     assert body.MAX_VALUES_VARIABLE in error.message

@@ -239,7 +239,7 @@ def test_conversation_size_is_limited(wire: TestClient, monkeypatch: pytest.Monk
     assert len(wire.get(f"/v1/conversations/{key}/items").json()["data"]) == 2
 
 
-def test_wrong_key_and_method_are_refused(wire: TestClient) -> None:
+def test_wrong_key_and_method_are_rejected(wire: TestClient) -> None:
     for path in ("/v1/conversations", "/v1/conversations/conv_1/items"):
         refused = wire.post(path, json={}, headers={"Authorization": "Bearer wrong"})
         assert refused.status_code == 401

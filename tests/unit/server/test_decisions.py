@@ -171,13 +171,13 @@ def test_question_without_answer_fails(wire: TestClient) -> None:
     assert answer.status_code == 500 and "none of its options" in answer.json()["error"]["message"]
 
 
-def test_input_beyond_context_is_refused(wire: TestClient, engine: DecidingEngine) -> None:
+def test_input_beyond_context_is_rejected(wire: TestClient, engine: DecidingEngine) -> None:
     answer = wire.post("/v1/systemone", json={**ONE, "state": " a" * 5_000})
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert not engine.prompts
 
 
-def test_engine_without_log_probabilities_is_refused(
+def test_engine_without_log_probabilities_is_rejected(
     wire: TestClient, engine: DecidingEngine
 ) -> None:
     engine.has_logprobs = False
@@ -193,7 +193,7 @@ def test_option_labels_are_single_tokens(wire: TestClient, engine: DecidingEngin
     assert len({*labels}) == 255 and all(len(vocab.encode(label)) == 1 for label in labels)
 
 
-def test_other_method_and_missing_key_are_refused(wire: TestClient) -> None:
+def test_other_method_and_missing_key_are_rejected(wire: TestClient) -> None:
     assert wire.get("/v1/decisions").status_code == 405
     del wire.headers["Authorization"]
     assert wire.post("/v1/systemone", json=ONE).status_code == 401

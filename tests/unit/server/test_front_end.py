@@ -32,7 +32,7 @@ from front_end_checks import (
     by_ollama,
     by_responses,
     check_events_over_websocket,
-    check_refusals,
+    check_rejections,
     check_tool_loop,
 )
 from harmony_text import ids_of
@@ -401,8 +401,8 @@ def test_server_can_refuse_pictures(path: str, where: str, stream: bool) -> None
 
 
 @pytest.mark.parametrize("path", ["chat", "responses", "messages"])
-def test_refusals_have_the_shape_of_their_api(host: SingleEngineHost, path: str) -> None:
-    check_refusals(host, path)
+def test_rejections_have_the_shape_of_their_api(host: SingleEngineHost, path: str) -> None:
+    check_rejections(host, path)
 
 
 LONG = "word " * 1100
@@ -572,7 +572,7 @@ def test_engine_is_not_released_during_step(how: str) -> None:
     run(test())
 
 
-def test_unknown_ids_methods_and_keys_are_refused() -> None:
+def test_unknown_ids_methods_and_keys_are_rejected() -> None:
     host = SingleEngineHost(ScriptedEngine(SCRIPTS))
     client = TestClient(application(host), base_url="http://localhost")
     client.headers["Authorization"] = f"Bearer {KEY}"

@@ -34,13 +34,13 @@ def client() -> Iterator[TestClient]:
 @pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_dangerous_schema_is_refused(client: TestClient, api: str, name: str) -> None:
+def test_dangerous_schema_is_rejected(client: TestClient, api: str, name: str) -> None:
     check_schema(client, api, name)
 
 
 @pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("name", LARK)
-def test_dangerous_syntax_is_refused(client: TestClient, name: str) -> None:
+def test_dangerous_syntax_is_rejected(client: TestClient, name: str) -> None:
     check_syntax(client, name)
 
 

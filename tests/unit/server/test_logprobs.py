@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("wire", [{"has_logprobs": False}], indirect=True)
-def test_logprobs_are_refused_without_engine_support(
+def test_logprobs_are_rejected_without_engine_support(
     wire: TestClient, path: str, body: dict[str, Any], param: str, stream: bool
 ) -> None:
     answer = wire.post(path, json={**body, "stream": stream})

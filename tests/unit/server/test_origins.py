@@ -188,7 +188,7 @@ def test_preflight_of_allowed_page_is_answered(requires_key: bool) -> None:
     assert answer.headers["access-control-allow-private-network"] == "true"
 
 
-def test_preflight_of_foreign_page_is_refused() -> None:
+def test_preflight_of_foreign_page_is_rejected() -> None:
     headers = {
         **headers_of("127.0.0.1:8000", "https://evil.example"),
         "access-control-request-method": "POST",
@@ -203,7 +203,7 @@ def test_every_page_can_be_allowed() -> None:
     assert answer.headers["access-control-allow-origin"] == "null"
 
 
-def test_refusal_has_the_shape_of_messages() -> None:
+def test_rejection_has_the_shape_of_messages() -> None:
     answer = client().post("/v1/messages", headers={"origin": "https://evil.example"})
     assert (answer.status_code, answer.json()["type"]) == (403, "error")
     assert answer.json()["error"]["type"] == "permission_error"
@@ -214,7 +214,7 @@ def test_request_without_origin_gets_no_more_headers() -> None:
     assert set(answer.headers) == {"content-length", "content-type"}
 
 
-def test_refused_origin_is_logged_once_and_quoted(caplog: pytest.LogCaptureFixture) -> None:
+def test_rejected_origin_is_logged_once_and_quoted(caplog: pytest.LogCaptureFixture) -> None:
     web = client()
     for _ in range(3):
         web.get("/v1/messages", headers={"origin": "https://evil\x1b[31m.example"})

@@ -82,7 +82,7 @@ CAUSES: dict[str, tuple[Callable[[], Any], int, str | None]] = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("cause", "status", "expected"), CAUSES.values(), ids=CAUSES)
-def test_refusal_has_retry_after_header(
+def test_rejection_has_retry_after_header(
     cause: Callable[[], Any], status: int, expected: str | None, stream: bool
 ) -> None:
     async def send_requests() -> None:

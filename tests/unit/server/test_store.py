@@ -303,7 +303,7 @@ def below_a_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("create", [directory, text, damaged, from_the_future, below_a_file])
-def test_unusable_file_is_refused(create: Callable[[Path], None], tmp_path: Path) -> None:
+def test_unusable_file_is_rejected(create: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "dir" / "kept.db"
     path.parent.mkdir()
     create(path)

@@ -100,7 +100,7 @@ def test_text_is_encoded_without_openai_harmony(
         (standin.Script(re.compile("a.b"), [1], delay_ms=-1), "cannot take -1 ms"),
     ],
 )
-def test_impossible_scripts_are_refused(
+def test_impossible_scripts_are_rejected(
     tmp_path: Path, script: standin.Script, complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(complaint)):

@@ -153,7 +153,7 @@ def test_failing_script_raises(model: Any, encode: Encode) -> None:
         list(steps)
 
 
-def test_cache_that_forgets_is_refused(model: Any, encode: Encode) -> None:
+def test_cache_that_forgets_is_rejected(model: Any, encode: Encode) -> None:
     caches = [RotatingKVCache(64) for _ in model.layers]
     with pytest.raises(RuntimeError, match="keeps everything"):
         run(model, encode(prompt("bb", 200)), prompt_cache=caches)

@@ -48,7 +48,7 @@ def test_saved_cases_pass_and_fail(
     "text",
     ["", "[]", "{}", '{"case": 1, "path": "/", "body": {}}', '{"case": 1, "path": 1, "body": 1}'],
 )
-def test_other_files_are_refused(
+def test_other_files_are_rejected(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "other.json"

@@ -331,7 +331,7 @@ def test_private_address_needs_a_permitted_host(site: Site) -> None:
     assert run(Fetcher([UrlPattern.read(site.url)]).fetch(url)).content == ROME.encode()
 
 
-def test_redirect_to_private_address_is_refused(site: Site) -> None:
+def test_redirect_to_private_address_is_rejected(site: Site) -> None:
     """Each hop is checked like a first request."""
     with fake_web.run_site() as inner:
         inner.add("/secret", "secret")
@@ -400,7 +400,7 @@ def test_slow_page_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> Non
     assert time.monotonic() - began < 20
 
 
-def test_unexpected_compression_is_refused(site: Site) -> None:
+def test_unexpected_compression_is_rejected(site: Site) -> None:
     site.add("/bomb", b"\x1f\x8b" + b"x" * 100, Content_Encoding="gzip")
     text, code = error_of(site, ("open", {"id": f"{site.url}/bomb"}))
     assert "compressed" in text and code == "url_not_accessible"
@@ -485,7 +485,7 @@ def test_charsets_are_decoded() -> None:
         assert read(fetched("é", "text/plain", charset)).lines
 
 
-def test_other_content_types_are_refused() -> None:
+def test_other_content_types_are_rejected() -> None:
     for kind in ("application/pdf", "image/png", "application/octet-stream"):
         with pytest.raises(ToolError) as error:
             read(fetched("%PDF", kind))
@@ -671,7 +671,7 @@ def test_ddgs_results_and_errors_are_mapped(monkeypatch: pytest.MonkeyPatch) -> 
         ("tavily:x", "is not one of"),
     ],
 )
-def test_invalid_engines_are_refused(text: str, problem: str) -> None:
+def test_invalid_engines_are_rejected(text: str, problem: str) -> None:
     with pytest.raises(HostError, match=problem.replace("?", r"\?")):
         engine_of(text, {})
 

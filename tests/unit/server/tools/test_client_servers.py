@@ -288,7 +288,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("patterns", "more", "where", "why"), REFUSED)
-def test_forbidden_servers_are_refused(
+def test_forbidden_servers_are_rejected(
     patterns: tuple[str, ...], more: dict[str, Any], where: str, why: str
 ) -> None:
     host = host_with_urls(*patterns)
@@ -301,14 +301,14 @@ def test_forbidden_servers_are_refused(
     assert host.leases == 0
 
 
-def test_servers_with_same_name_are_refused() -> None:
+def test_servers_with_same_name_are_rejected() -> None:
     tools = [mcp_tool(9), mcp_tool(9, path="other")]
     with pytest.raises(openai.BadRequestError) as caught:
         run(create(host_with_urls("http://127.0.0.1:9"), input="Say hello.", tools=tools))
     assert caught.value.param == "tools[1].server_url"
 
 
-def test_credentials_without_url_are_refused() -> None:
+def test_credentials_without_url_are_rejected() -> None:
     tool = {"type": "mcp", "server_label": "weather", "authorization": SECRET}
     with pytest.raises(openai.BadRequestError) as caught:
         run(create(host_with_urls(), input="Say hello.", tools=[tool]))
@@ -528,7 +528,7 @@ def test_pattern_allows_matching_urls(pattern: str, url: str, allowed: bool) -> 
         "https://u@a",
     ],
 )
-def test_invalid_patterns_are_refused(text: str) -> None:
+def test_invalid_patterns_are_rejected(text: str) -> None:
     with pytest.raises(HostError):
         UrlPattern.read(text)
     if text:
@@ -536,7 +536,7 @@ def test_invalid_patterns_are_refused(text: str) -> None:
             ClientServers.of(ServerSettings(tools=Use.ON, tool_urls=("https://a.example", text)))
 
 
-def test_patterns_without_tools_are_refused() -> None:
+def test_patterns_without_tools_are_rejected() -> None:
     settings = ServerSettings(tools=Use.ON, tool_urls=("https://a.example",))
     assert ClientServers.of(settings).allowed
     with pytest.raises(HostError, match="VLLM_MLX_HARMONY_TOOLS=on"):
@@ -582,7 +582,7 @@ def test_public_addresses_are_recognized(address: str, public: bool) -> None:
     ("encodings", "refused"),
     [((), False), (("identity",), False), (("gzip",), True), (("identity", "Deflate"), True)],
 )
-def test_compressed_bodies_are_refused(
+def test_compressed_bodies_are_rejected(
     encodings: tuple[str, ...], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes are counted as they arrive: decompressed, they could be a thousand times as many."""

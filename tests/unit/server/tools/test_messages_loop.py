@@ -183,7 +183,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("request_", "where"), REFUSED)
-def test_unknown_server_is_refused(request_: dict[str, Any], where: str) -> None:
+def test_unknown_server_is_rejected(request_: dict[str, Any], where: str) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         run(messages(host_with_tools(use=Use.ON), False, messages=[AGAIN], **request_))
     assert where in str(caught.value)

@@ -512,7 +512,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("request_", "param"), REFUSED)
-def test_invalid_request_is_refused(request_: dict[str, Any], param: str) -> None:
+def test_invalid_request_is_rejected(request_: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         run(create(host_with_tools(), input="Say hello.", **request_))
     assert refused.value.param == param

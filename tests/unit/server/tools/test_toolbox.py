@@ -322,7 +322,7 @@ WRONG: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("text", "problem"), WRONG)
-def test_invalid_files_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+def test_invalid_files_are_rejected(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "mcp.json"
     file.write_text(text)
     with pytest.raises(HostError, match=problem):

@@ -197,7 +197,7 @@ def test_blocked_domains_hold_for_all_tools(site: Site) -> None:
         assert f"{site.url}/rome" not in last_prompt(host), tools
 
 
-def test_browser_without_domain_limits_is_refused() -> None:
+def test_browser_without_domain_limits_is_rejected() -> None:
     tools = [{**WEB_SEARCH, "filters": {"allowed_domains": ["a.example"]}}]
     with pytest.raises(Exception, match="cannot be limited to domains") as error:
         run(respond(serving(None), tools=tools))
@@ -402,7 +402,7 @@ def test_unavailable_page_is_an_error_block(site: Site) -> None:
         ({"allowed_domains": "a"}, "allowed_domains"),
     ],
 )
-def test_malformed_messages_tools_are_refused(
+def test_malformed_messages_tools_are_rejected(
     site: Site, tool: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(Exception, match=problem) as error:
@@ -494,7 +494,7 @@ def test_chat_continued_turn_is_replayed(site: Site) -> None:
     assert "million【1†L2】, says" in last_prompt(host)
 
 
-def test_chat_refuses_unavailable_web_search() -> None:
+def test_chat_rejects_unavailable_web_search() -> None:
     host = SingleEngineHost(ScriptedEngine(dict(SCRIPTS), 2))
     with pytest.raises(Exception, match="web search is not available") as error:
         run(complete(host))
