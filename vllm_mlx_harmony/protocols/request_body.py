@@ -58,7 +58,7 @@ class JsonSchema(RequestModel):
 
     name: str | None = None
     description: str | None = None
-    document: Document | None = Field(default=None, alias="schema")
+    json_schema: Document | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 

@@ -59,7 +59,7 @@ VARIANT = "\0"
 class Variants:
     """Annotates a field whose model depends on the ``kind`` of its value; null fields are absent.
 
-    A field ``document`` of a model is the whole value, as it was sent. A key ``*_end`` in
+    A field ``raw`` of a model is the whole value, as it was sent. A key ``*_end`` in
     ``models`` matches every kind with that ending that has no key of its own; ``other`` is for all
     remaining kinds.
     """
@@ -90,18 +90,18 @@ def _fields(value: object) -> object:
     if not isinstance(value, dict):
         return value
     fields = {name: field for name, field in value.items() if field is not None or name == "type"}
-    return {**fields, "document": value}
+    return {**fields, "raw": value}
 
 
-def string_as_list(noun: str, field: str = "text", **others: str) -> BeforeValidator:
+def string_as_list(noun: str, field: str = "text", **fields: str) -> BeforeValidator:
     """Makes a string the ``field`` of the only object in a list.
 
-    The object is a text part, unless it has ``others``.
+    The object is a text part, unless it has ``fields``.
     """
 
     def as_list(value: object) -> object:
         if isinstance(value, str):
-            return [{**(others or {"type": "text"}), field: value}]
+            return [{**(fields or {"type": "text"}), field: value}]
         if value is None or isinstance(value, list):
             return value
         raise PydanticCustomError("content_type", f"must be a string or a list of {noun}")

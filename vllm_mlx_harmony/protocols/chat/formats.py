@@ -43,7 +43,7 @@ def _formats(body: ChatBody) -> Iterator[tuple[str, ResponseFormat]]:
         where = "structured_outputs.disable_additional_properties"
         raise _unsupported(where, "set additionalProperties in the schema")
     for name, guided, requested in (
-        ("json", body.guided_json, outputs.document),
+        ("json", body.guided_json, outputs.json_schema),
         ("json_object", body.guided_json_object, outputs.json_object),
         ("regex", body.guided_regex, outputs.regex),
         ("choice", body.guided_choice, outputs.choice),
@@ -63,12 +63,12 @@ def _formats(body: ChatBody) -> Iterator[tuple[str, ResponseFormat]]:
 
 def _openai(requested: ChatFormat) -> ResponseFormat:
     schema = requested.json_schema
-    if requested.type == "json_object" or (schema is None and requested.document is not None):
-        return ResponseFormat(requested.document)
+    if requested.type == "json_object" or (schema is None and requested.bare_schema is not None):
+        return ResponseFormat(requested.bare_schema)
     if schema is None:
         raise required("response_format.json_schema")
     return ResponseFormat(
-        schema.document,
+        schema.json_schema,
         schema.name or "response",
         schema.description or "",
         strict=bool(schema.strict),

@@ -253,17 +253,17 @@ class ChatToolChoice(ChatNamedTool):
 
 
 class ChatFormat(RequestModel):
-    """``document`` is where llama.cpp has the schema, in both types."""
+    """``bare_schema`` is where llama.cpp has the schema, in both types."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Annotated[JsonSchema | None, BeforeValidator(_as_named_schema)] = None
-    document: Document | None = Field(default=None, alias="schema")
+    bare_schema: Document | None = Field(default=None, alias="schema")
 
 
 class StructuredOutputs(RequestModel):
     """vLLM's fields for the format of the answer, of which one is given."""
 
-    document: object = Field(default=None, alias="json")
+    json_schema: object = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = Field(default=None, min_length=1)

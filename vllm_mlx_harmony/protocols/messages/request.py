@@ -558,7 +558,7 @@ def _tool(tool: schema.AnyTool, where: str) -> Iterator[Tool]:
         described = tool.description or ""
         yield Tool(tool.name, described, tool.input_schema, where, bool(tool.strict))
     elif isinstance(tool, schema.PredefinedTool):
-        kind = client_tool(tool.type, tool.document)
+        kind = client_tool(tool.type, tool.raw)
         name, strict = tool.name or kind.name, bool(tool.strict)
         yield Tool(name, kind.description, kind.parameters, where, strict)
 
@@ -610,6 +610,6 @@ def _response_format(body: MessagesBody) -> ResponseFormat | None:
     }
     for where, requested in fields.items():
         if requested is not None:
-            document = requested.document
-            return ResponseFormat(document, strict=True, where=where, strict_implied=True)
+            schema = requested.json_schema
+            return ResponseFormat(schema, strict=True, where=where, strict_implied=True)
     return None

@@ -105,10 +105,10 @@ class AnthropicTool(RequestModel):
 
 
 class PredefinedTool(AnthropicTool):
-    """A tool that Anthropic defines and the client runs. ``document`` is the whole declaration."""
+    """A tool that Anthropic defines and the client runs. ``raw`` is the whole declaration."""
 
     type: str
-    document: Document
+    raw: Document
     name: str | None = Field(default=None, min_length=1)
     strict: bool | None = None
     defer_loading: bool | None = None
@@ -279,7 +279,7 @@ class Thinking(RequestModel):
 
 class OutputFormat(RequestModel):
     type: Literal["json_schema"]
-    document: Document = Field(alias="schema")
+    json_schema: Document = Field(alias="schema")
 
 
 class OutputConfig(EffortConfig):

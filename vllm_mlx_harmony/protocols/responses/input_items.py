@@ -84,7 +84,7 @@ class ItemReader:
         other_items = (
             item for item in known if isinstance(item, (schema.OtherItem, schema.ItemReference))
         )
-        keys = (item.document.get("call_id") for item in other_items)
+        keys = (item.raw.get("call_id") for item in other_items)
         foreign = {key for key in keys if isinstance(key, str)}
         for from_assistant, group in groupby(
             enumerate(known), lambda placed: _is_from_assistant(placed[1])
@@ -233,8 +233,8 @@ class ItemReader:
         return Call(key, name, arguments)
 
     def _local_call(self, item: schema.LocalCallItem, where: str) -> Call:
-        tool = LOCAL_TOOLS[types_of(item.document)[0]]
-        arguments = tool.arguments(item.document)
+        tool = LOCAL_TOOLS[types_of(item.raw)[0]]
+        arguments = tool.arguments(item.raw)
         if arguments is None:
             raise required(f"{where}.{tool.payload}")
         key = item.call_id or item.id
@@ -244,7 +244,7 @@ class ItemReader:
         return self._called(key, self._local_name(item), arguments)
 
     def _local_name(self, item: schema.LocalCallItem | schema.LocalOutputItem) -> str:
-        types = types_of(item.document)
+        types = types_of(item.raw)
         return self.tools.of_kind(*types) or LOCAL_TOOLS[types[0]].name
 
     def _local_output(self, item: schema.LocalOutputItem, where: str) -> str:

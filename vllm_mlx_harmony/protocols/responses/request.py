@@ -237,7 +237,7 @@ def read(
     )
     turn = replace(turn, fixed_answer="" if compacts else missing.answer)
     include = request.include or ()
-    lists = [item.document for item in (*before, *items) if item.type == "mcp_list_tools"]
+    lists = [item.raw for item in (*before, *items) if item.type == "mcp_list_tools"]
     listed |= {str(document.get("server_label")) for document in lists}
     repeats = {**repeated(request, defaults), **missing.fields}
     return ResponsesRequest(
@@ -251,7 +251,7 @@ def read(
         conversation_id=request.conversation.id if request.conversation else None,
         notes=tuple(reader.notes),
         _history=history,
-        _items=tuple(SentItem(item.type, item.id, item.document) for item in items),
+        _items=tuple(SentItem(item.type, item.id, item.raw) for item in items),
         _conversation=tuple(conversation),
         _to_run=to_run,
         _options=OutputOptions(
@@ -411,7 +411,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
         "store": body.store is not False,
         "temperature": used("temperature", 1.0),
         "text": {"format": _format(text.format), "verbosity": text.verbosity or "medium"},
-        "tool_choice": body.tool_choice.document if body.tool_choice else "auto",
+        "tool_choice": body.tool_choice.raw if body.tool_choice else "auto",
         "tools": [_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": used("top_p", 1.0),
@@ -440,11 +440,11 @@ def _tool(tool: schema.ResponsesTool) -> Document:
     """The tool as it was sent, with every field that clients require of it."""
     match tool:
         case schema.FunctionTool():
-            return {"description": None, "parameters": None, "strict": None, **tool.document}
+            return {"description": None, "parameters": None, "strict": None, **tool.raw}
         case schema.NamespaceTool():
             inner = [_tool(function) for function in tool.tools]
-            return {**tool.document, "description": tool.description or "", "tools": inner}
+            return {**tool.raw, "description": tool.description or "", "tools": inner}
         case schema.McpTool():
-            return without_secrets(tool.document)
+            return without_secrets(tool.raw)
         case _:
-            return dict(tool.document)
+            return dict(tool.raw)

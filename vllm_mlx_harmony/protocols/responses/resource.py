@@ -120,7 +120,7 @@ class SentItem:
 
     type: str
     id: str | None
-    document: Document
+    raw: Document
 
 
 def input_items(items: Sequence[Item | SentItem], info: ResponseInfo) -> list[Document]:
@@ -129,7 +129,7 @@ def input_items(items: Sequence[Item | SentItem], info: ResponseInfo) -> list[Do
     """
     listed: list[Document] = []
     for at, item in enumerate(items):
-        sent = item.document
+        sent = item.raw
         document: Document = {**sent, "type": item.type}
         key = f"{_PREFIXES.get(item.type, 'item')}_{key_of(info, FIRST_INPUT + at)}"
         document["id"] = item.id or sent.get("id") or key

@@ -115,7 +115,7 @@ class ResponsesTool(RequestModel):
     """A tool that another server would have to run, if it is of none of the kinds below."""
 
     type: str
-    document: Document
+    raw: Document
 
 
 class ClientTool(ResponsesTool):
@@ -211,15 +211,15 @@ class AllowedTool(RequestModel):
     server_label: str | None = None
 
 
-def _with_document(value: object) -> object:
+def _with_raw(value: object) -> object:
     choice = as_choice(value)
-    return {**choice, "document": value} if isinstance(choice, dict) else choice
+    return {**choice, "raw": value} if isinstance(choice, dict) else choice
 
 
 class ToolChoice(AllowedTool):
     """A rule such as ``auto``, a tool that must be called, or ``allowed_tools``."""
 
-    document: object
+    raw: object
     mode: str | None = None
     tools: list[AllowedTool] | None = None
 
@@ -269,10 +269,10 @@ class ConversationReference(RequestModel):
 
 
 class Item(RequestModel):
-    """One item of the input. ``document`` is all of it, as it was sent."""
+    """One item of the input. ``raw`` is all of it, as it was sent."""
 
     type: str
-    document: Document
+    raw: Document
     id: str | None = None
 
 
@@ -444,7 +444,7 @@ class ResponsesBody(OpenAIBody):
     max_tool_calls: int | None = Field(default=None, ge=1)
 
     tools: ToolList | None = None
-    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_with_document)] = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_with_raw)] = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -507,8 +507,8 @@ def response_format(requested: TextFormat, where: str) -> ResponseFormat | None:
         return None
     if requested.type == "json_object":
         return ResponseFormat(where=where)
-    if requested.document is None:
+    if requested.json_schema is None:
         raise required(f"{where}.schema")
     name, description = requested.name or "response", requested.description or ""
     strict = requested.strict is True
-    return ResponseFormat(requested.document, name, description, strict, where=where)
+    return ResponseFormat(requested.json_schema, name, description, strict, where=where)

@@ -234,9 +234,9 @@ def without_secrets(tool: Mapping[str, object]) -> dict[str, object]:
 
 
 def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace:
-    by_url = bool(tool.document.get("server_url"))
+    by_url = bool(tool.raw.get("server_url"))
     for name in _UNSUPPORTED if by_url else (*_UNSUPPORTED, *_CREDENTIALS):
-        if tool.document.get(name):
+        if tool.raw.get(name):
             problem = f"{where}.{name} is not supported: use a server of the operator's"
             raise unsupported(f"{where}.{name}", problem)
     if tool.server_label is None:

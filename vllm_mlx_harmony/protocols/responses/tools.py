@@ -260,7 +260,7 @@ def _read(tool: ResponsesTool, where: str) -> Iterator[_ReadTool]:
         return
     if isinstance(tool, schema.PredefinedTool):
         local = LOCAL_TOOLS[tool.type]
-        shown = Tool(local.name, described(tool.type, tool.document), local.parameters, where)
+        shown = Tool(local.name, described(tool.type, tool.raw), local.parameters, where)
         yield _ReadTool(DeclaredTool(local.name, kind=tool.type), shown, deferred=False)
         return
     if not isinstance(tool, schema.ClientTool):

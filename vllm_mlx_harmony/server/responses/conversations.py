@@ -33,7 +33,7 @@ def _read_all(
     cipher: ServerCipher,
 ) -> None:
     """Raises ``RequestError`` for items that no request could have behind the ``earlier`` ones."""
-    body = {"model": "none", "input": [item.document for item in items]}
+    body = {"model": "none", "input": [item.raw for item in items]}
     try:
         responses.read(body, defaults, cipher, earlier=earlier)
     except RequestError as error:
