@@ -1,4 +1,4 @@
-"""Which models are Harmony models, and that others keep the host's own engines."""
+"""How the host loads Harmony models, and that others keep its own engines."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ def test_directory_of_another_model_is_not_loaded(other: Path) -> None:
 
 
 def test_other_models_get_the_hosts_own_engines(other: Path) -> None:
-    def theirs(*arguments: Any, **keywords: Any) -> tuple[Any, Any]:
-        return arguments, keywords
-
     path = str(other)
 
     async def instantiate(*arguments: Any) -> Any:
