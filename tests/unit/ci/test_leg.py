@@ -67,7 +67,7 @@ def run(entry: Any) -> Any:
     return leg.run(entry, leg.Environments([entry], keep=False))
 
 
-@pytest.mark.nightly(sample=2)
+@pytest.mark.nightly(sample=3)
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("what", "why"),

@@ -240,7 +240,7 @@ ATTACKS = {
 }
 
 
-@pytest.mark.nightly(sample=3)
+@pytest.mark.nightly(sample=5)
 @pytest.mark.once
 @pytest.mark.parametrize("text", ATTACKS.values(), ids=ATTACKS.keys())
 def test_adversarial_text_is_bounded_work(text: str) -> None:

@@ -239,7 +239,7 @@ SIMILAR = [
 ]  # fmt: skip
 
 
-@pytest.mark.nightly(sample=4)
+@pytest.mark.nightly(sample=8)
 @pytest.mark.once
 @pytest.mark.parametrize("first", SIMILAR)
 @pytest.mark.parametrize("builtin", [(), ("python", "browser")], ids=["", "built-in"])

@@ -173,6 +173,7 @@ BAD = {
 PLACES = [(case, "tool") for case in BAD] + [(case, "answer") for case in {*BAD} - {*WITHIN_JSON}]
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize(("case", "place"), sorted(PLACES))
 def test_unenforceable_syntax_is_rejected_when_strict(case: str, place: str) -> None:
     kind, definition, words = BAD[case]

@@ -22,6 +22,7 @@ WEB = {
 }
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize(
     ("module", "first"),
     [

@@ -180,6 +180,7 @@ def idle(engine: MlxEngine) -> bool:
     return engine._thread.call(is_idle).result()
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("script", SCRIPTS[:4], ids=lambda script: script.pattern)
 def test_answer_ends_with_its_end_token(scripted: MlxEngine, run: Run, script: Script) -> None:
     generated = run(steps(scripted, prompt_of(script.pattern), max_tokens=500))
@@ -1404,6 +1405,7 @@ def test_caches_of_new_prompt_do_not_grow(tiny: Path, run: Run) -> None:
         engine.close()
 
 
+@pytest.mark.nightly
 def test_slow_disk_does_not_block_prompt(
     tiny: Path, run: Run, open_disk: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1435,6 +1437,7 @@ def test_slow_disk_does_not_block_prompt(
         engine.close()
 
 
+@pytest.mark.nightly
 def test_memory_pool_is_empty_when_idle(tiny: Path, run: Run) -> None:
     engine = open_engine(tiny, speculate="off")
     try:

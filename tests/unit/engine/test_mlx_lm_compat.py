@@ -42,6 +42,7 @@ def test_model_code_runs_only_if_trusted(scripted: Path, trusted: bool) -> None:
     assert len(load_model(scripted, trust_remote_code=trusted).make_cache()) == 4
 
 
+@pytest.mark.nightly
 def test_weights_alone_need_no_trust(tiny: Path) -> None:
     import mlx.core as mx
 

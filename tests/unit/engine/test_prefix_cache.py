@@ -163,6 +163,7 @@ def test_final_return_is_not_stored(model: Any) -> None:
         assert cached_length(cache, [*ids, 5]) == expected
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("disk_has", ["all", "nothing"])
 def test_memory_of_waiting_pieces_is_bounded(
     open_disk: Callable[..., DiskCache], model: Any, disk_has: str

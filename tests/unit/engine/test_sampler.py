@@ -211,6 +211,7 @@ def penalised(logits: list[float], generated: list[int], wanted: GenerationSetti
     return result
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("changed", PENALTIES, ids=str)
 def test_penalties_count_text_without_control_ids(
     changed: dict[str, float],

@@ -610,6 +610,7 @@ def test_long_prompt_hardly_pauses_answer() -> None:
     assert steps * MACHINE.per_step / meanwhile > 0.25, ids
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("prompt", [1_000, 32_000, 100_000])
 @pytest.mark.parametrize("machine", [MACHINE, SLOW], ids=["fast", "slow"])
 def test_answers_get_their_share_at_any_depth(machine: Machine, prompt: int) -> None:
@@ -639,6 +640,7 @@ def test_simultaneous_short_prompts_start_together() -> None:
     assert max(request.wait for request in eight) < 1.5 * single.wait
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("load", [0.2, 0.5, 0.8])
 def test_long_prompt_is_served_under_load_of_short_ones(load: float) -> None:
     """For 15 minutes, short prompts take the share ``load`` of the time for prompts."""

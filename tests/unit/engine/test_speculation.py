@@ -192,7 +192,7 @@ SETTINGS: list[dict[str, Any]] = [
 LENGTHS = [1, 2, 60, 112, 126, 127, 128, 129, 145, 300]
 
 
-@pytest.mark.nightly(sample=4)
+@pytest.mark.nightly(sample=6)
 @pytest.mark.parametrize("held", [False, True], ids=["free", "held"])
 @pytest.mark.parametrize("changed", SETTINGS, ids=str)
 def test_drafts_do_not_change_answers(changed: dict[str, Any], held: bool) -> None:

@@ -93,7 +93,7 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.nightly(sample=3)
+@pytest.mark.nightly(sample=8)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: "-".join(map(str, lengths)))
 def test_answers_equal_mlx_lm(engine: MlxEngine, run: Run, lengths: tuple[int, ...]) -> None:
     prompts = [words(seed, length) for seed, length in enumerate(lengths)]
@@ -108,6 +108,7 @@ def test_answers_equal_mlx_lm(engine: MlxEngine, run: Run, lengths: tuple[int, .
         assert again[-1].cached_tokens == len(prompt) - 1
 
 
+@pytest.mark.nightly(sample=2)
 def test_answers_equal_mlx_lm_in_any_architecture(load_random: Callable[[], Any], run: Run) -> None:
     engine = MlxEngine("random", Options(speculate="off"))
     engine.load(loading(load_random))

@@ -543,7 +543,7 @@ CROSSED = [
 ]
 
 
-@pytest.mark.nightly(sample=3)
+@pytest.mark.nightly(sample=5)
 @pytest.mark.parametrize(("want", "kind"), CROSSED)
 def test_unwilling_model_conforms(scripted: Any, run: Run, want: str, kind: str) -> None:
     for seed in range(3):

@@ -186,6 +186,7 @@ HALF = b"\\ud83d"
 """Half of a surrogate pair, escaped as in JSON."""
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.usefixtures("_foreign", "_active")
 @pytest.mark.parametrize("half", [HALF, b"\xed\xa0\xbd"])
 @pytest.mark.parametrize(
@@ -285,6 +286,7 @@ def test_request_for_invalid_model_loads_nothing(
     assert registry.acquired == []
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.usefixtures("_active")
 @pytest.mark.parametrize(
     ("path", "fields"),

@@ -301,6 +301,7 @@ def test_turn_without_reasoning_is_unchanged(client: type[Client]) -> None:
     assert text_of(last).startswith(f"{prompt}{CALL_OUTPUT}<|start|>functions.x to=assistant")
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("row", SHOWN, ids=lambda row: row.id)
 def test_prompt_without_replay_is_rendered_from_request(client: type[Client], row: Row) -> None:

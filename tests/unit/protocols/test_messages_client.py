@@ -110,6 +110,7 @@ def test_row_is_a_message(row: Row) -> None:
             assert Reverse().decrypt(block["signature"]) == block["thinking"]
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("thinking", DISPLAYS)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_accumulated_stream_equals_message(row: Row, thinking: Display) -> None:

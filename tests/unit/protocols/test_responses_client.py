@@ -87,6 +87,7 @@ def deltas_of(row: Row) -> list[Delta]:
     return [Started(5), *deltas, *parser.close("length" if row.cut else "stop")]
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("fields", FIELDS, ids=["plainly", "with everything"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_row_is_read_by_client(row: Row, fields: dict[str, Any]) -> None:

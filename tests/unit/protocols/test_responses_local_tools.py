@@ -232,6 +232,7 @@ def with_nulls(item: dict[str, Any]) -> dict[str, Any]:
     return dumped
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("sent_back", [dict, with_nulls])
 @pytest.mark.parametrize("remembers", [True, False])

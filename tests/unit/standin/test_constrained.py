@@ -103,7 +103,7 @@ def generate(model: Any, prompt: list[int], turn: Turn) -> list[int]:
     return output
 
 
-@pytest.mark.nightly(sample=4)
+@pytest.mark.nightly(sample=12)
 @pytest.mark.parametrize("want", OUTPUTS)
 @pytest.mark.parametrize("kind", TURNS)
 def test_constrained_answer_ends_and_obeys(
