@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from legs import LEGS, Environment, Leg
+from legs import EVERY_CHANGE, LEGS, Environment, Leg
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUILD = REPOSITORY / "build" / "legs"
@@ -116,7 +116,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="?",
         const="HEAD",
         metavar="BASE",
-        help="the legs of `all` that test what changed since a commit (HEAD)",
+        help="the legs that test what changed since a commit (HEAD)",
     )
     parser.add_argument("--keep", action="store_true", help="keep the environment, use a kept one")
     parser.add_argument("--jobs", type=int, default=3, metavar="N", help="legs at a time (3)")
@@ -146,17 +146,17 @@ def changed(base: str) -> list[Leg]:
 
 
 def needed(paths: Sequence[str]) -> list[Leg]:
-    """The legs that changes of these files need. Of a file that only `lint` reads, nobody knows
-    what depends on it: the whole gate."""
-    legs = chosen(["all"])
-    claimed = {
-        path: [leg for leg in legs if path.startswith(leg.paths) and leg.name != "lint"]
-        for path in paths
-    }
-    if not all(claimed.values()):
+    """The legs that changes of these files need. The whole gate if one of them is in the paths of
+    no leg: nobody knows what depends on it."""
+
+    def needs(path: str, leg: Leg) -> bool:
+        return any(path.startswith(prefix) for prefix in leg.paths if prefix != EVERY_CHANGE)
+
+    if not all(any(needs(path, leg) for leg in LEGS) for path in paths):
         return chosen(["gate"])
-    names = {leg.name for claims in claimed.values() for leg in claims} | {"lint"}
-    return [leg for leg in legs if leg.name in names]
+    return [
+        leg for leg in LEGS if EVERY_CHANGE in leg.paths or any(needs(path, leg) for path in paths)
+    ]
 
 
 def matrix(group: str) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ BELOW_HOST = {
 FORK = Environment(
     "oss-harmony", ("test",), ("fork",), HOST, without=("openai-harmony",), python=FORK_PYTHON
 )
-LINT = Environment("lint", groups=("lint",), absent=HOST[:-1])  # mypy reads fastapi's types
+LINT = Environment("lint", ("test",), ("lint",), absent=HOST[:-1])  # mypy reads fastapi's types
 YARDSTICK = Environment("yardstick", ("verify",), ("pages", "uv"), absent=HOST)
 RELEASE = Environment("release", groups=("release",), python=FORK_PYTHON, project=False)
 
@@ -94,7 +94,7 @@ class Leg:
     ``variables`` are set for its commands. A leg that measures runs ``alone``. ``group`` is another
     name, for all legs of the group: those of `gate` run before a commit, those of `nightly` once a
     day, and `all` has both, the longest first. ``paths``: a change of a file whose path begins with
-    one of them needs this leg (``leg.py --changed``).
+    one of them needs this leg (``leg.py --changed``); a leg with ``EVERY_CHANGE`` is always needed.
     """
 
     name: str
@@ -112,6 +112,9 @@ class Leg:
 BOTH_RUNNERS = ("ubuntu-latest", "macos-14")
 
 
+EVERY_CHANGE = ""
+
+
 def package(*names: str) -> tuple[str, ...]:
     """Paths of subpackages."""
     return tuple(f"vllm_mlx_harmony/{name}" for name in names)
@@ -120,11 +123,21 @@ def package(*names: str) -> tuple[str, ...]:
 GATE = ("-m", "not nightly")
 """The gate leaves out what is marked `nightly`: rows that cost much, and prove what the rows that
 stay prove in part. The leg `rest` runs them."""
+GATE_WITHOUT_SERVERS = ("-m", "not served and not nightly")
 REST = ("-m", "nightly and not served")
 EVERY_PYTHON = ("-m", "not served and not once and not hypothesis")
 """The tests whose result may depend on the version of Python."""
 
-CORE_TESTS = ("tests/unit/core", "tests/unit/protocols", "tests/unit/ci", "tests/unit/cli")
+CI_TESTS = "tests/unit/ci"
+CORE_TESTS = ("tests/unit/core", "tests/unit/protocols", "tests/unit/cli")
+SERVER_TESTS = ("tests/unit/server", "--ignore=tests/unit/server/tools")
+DOCUMENTATION = ("docs/", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md")
+DOCUMENTATION_TESTS = (
+    *(f"tests/unit/cli/test_{name}.py" for name in ("connect", "demo", "readme")),
+    *("tests/unit/gateway/test_readme.py", "tests/unit/protocols/test_api_page.py"),
+    *(f"tests/unit/server/test_{name}.py" for name in ("api_examples", "endpoints", "settings")),
+)
+"""The tests below the host that read the documentation."""
 FEW = (("EXAMPLES", "few"),)
 """Property tests with a tenth of their examples. The legs of `everything` draw all of them."""
 SERVED_FEW = (("SERVED", "few"),)
@@ -137,13 +150,12 @@ ON_BOTH_SERVERS = tuple(
 
 COVERAGE = (
     (
-        *(*PYTEST, "tests/unit/core", "tests/unit/protocols", "tests/unit/server"),
-        *("--ignore=tests/unit/server/tools", *EVERY_PYTHON),
+        *(*PYTEST, "tests/unit/core", "tests/unit/protocols", *SERVER_TESTS, *EVERY_PYTHON),
         *("--cov-branch", "--cov-report="),
         *("--cov=vllm_mlx_harmony.core", "--cov=vllm_mlx_harmony.protocols"),
     ),
     ("coverage", "report", "--fail-under=98"),  # per cent of lines and branches
-    (*PYTEST, "tests/unit/ci", "tests/unit/cli", *EVERY_PYTHON),
+    (*PYTEST, CI_TESTS, "tests/unit/cli", *EVERY_PYTHON),
 )
 
 CLIENT_TESTS = tuple(
@@ -197,17 +209,9 @@ LEGS: tuple[Leg, ...] = (
         "core",
         "everything below the host, on one Python",
         FRONT_END,
-        ((*PYTEST, *CORE_TESTS, "-m", "not served and not nightly"),),
+        ((*PYTEST, *CORE_TESTS, *GATE_WITHOUT_SERVERS),),
         group="gate",
-        paths=(
-            *CORE_TESTS,
-            *package(""),
-            "benchmarks/",
-            "ci/",
-            "docs/",
-            "README.md",
-            "CHANGELOG.md",
-        ),
+        paths=(*package("cli/", "core", "protocols"), *CORE_TESTS),
         variables=FEW,
     ),
     Leg(
@@ -229,7 +233,10 @@ LEGS: tuple[Leg, ...] = (
         ((*PYTEST, "tests/unit/engine", *GATE), (*PYTEST, "tests/unit/standin", *GATE)),
         runners=BOTH_RUNNERS,
         group="gate",
-        paths=(*package("engine", "standin"), "tests/unit/engine", "tests/unit/standin"),
+        paths=(
+            *package("engine", "engine_api", "standin"),
+            *("tests/unit/engine", "tests/unit/standin"),
+        ),
     ),
     Leg(
         "commands",
@@ -246,7 +253,10 @@ LEGS: tuple[Leg, ...] = (
         ((*PYTEST, "tests/unit/host", *GATE),),
         runners=BOTH_RUNNERS,
         group="gate",
-        paths=(*package("core", "engine", "host", "server"), "tests/unit/host"),
+        paths=(
+            *package("core", "engine", "engine_api", "host", "server"),
+            *("tests/unit/host", "docs/architecture.md"),
+        ),
     ),
     Leg(
         "served-whole",
@@ -273,7 +283,7 @@ LEGS: tuple[Leg, ...] = (
             (*PYTEST, "tests/unit/engine", *REST),
             (*PYTEST, "tests/unit/standin", *REST),
             (*PYTEST, "tests/unit/host", *REST),
-            (*PYTEST, *CORE_TESTS, *REST),
+            (*PYTEST, *CORE_TESTS, CI_TESTS, *SERVER_TESTS, *REST),
         ),
     ),
     Leg(
@@ -287,14 +297,14 @@ LEGS: tuple[Leg, ...] = (
         f"core-{NEWEST_PYTHON}",
         "everything below the host, on the newest Python",
         BELOW_HOST[NEWEST_PYTHON],
-        ((*PYTEST, *CORE_TESTS, *EVERY_PYTHON),),
+        ((*PYTEST, *CORE_TESTS, CI_TESTS, *EVERY_PYTHON),),
         variables=FEW,
     ),
     Leg(
         "front-end",
         "the three APIs over a fake engine, in an environment without vllm-mlx and mlx",
         FRONT_END,
-        ((*PYTEST, "tests/unit/server", "--ignore=tests/unit/server/tools", *GATE),),
+        ((*PYTEST, *SERVER_TESTS, *GATE),),
         group="gate",
         paths=(
             *package("core", "engine_api", "protocols", "server", "inspector"),
@@ -306,7 +316,10 @@ LEGS: tuple[Leg, ...] = (
         "several servers behind one address, over a real Redis",
         FRONT_ENDS,
         ((*PYTEST, "tests/system/several"),),
-        paths=(*package("server/peers", "gateway/shared_limit"), "tests/system/several"),
+        paths=(
+            *package("server/peers", "gateway/shared_limit"),
+            *("tests/system/several", "docs/gateway.md"),
+        ),
     ),
     Leg(
         "frameworks",
@@ -380,7 +393,7 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         "lint",
-        "style, types and who may import whom",
+        "style, types, who may import whom, and these scripts",
         LINT,
         (
             ("ruff", "check", "."),
@@ -388,9 +401,18 @@ LEGS: tuple[Leg, ...] = (
             ("mdformat", "--check", *MARKDOWN),
             ("mypy", "vllm_mlx_harmony", "benchmarks", "ci"),
             ("lint-imports",),
+            (*PYTEST, CI_TESTS, *GATE),
         ),
         group="gate",
-        paths=("",),
+        paths=(EVERY_CHANGE, *DOCUMENTATION, CI_TESTS, "benchmarks/", "ci/"),
+    ),
+    Leg(
+        "pages",
+        "the documentation: for a change of it alone; other legs of the gate run these tests, too",
+        FRONT_END,
+        ((*PYTEST, *DOCUMENTATION_TESTS, *GATE_WITHOUT_SERVERS),),
+        group="",
+        paths=DOCUMENTATION,
     ),
     # The others are in no run of several: they take long, or measure.
     Leg(

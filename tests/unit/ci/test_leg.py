@@ -351,6 +351,7 @@ def test_names_are_unique_and_all_excludes_long_legs() -> None:
         "bench-start",
         "clients",
         "grammar",
+        "pages",
         "peers",
         "release",
         "suites",
@@ -387,14 +388,20 @@ GATE = ["light", "served", "core", "engine", "host", "front-end", "lint"]
 @pytest.mark.parametrize(
     ("paths", "expected"),
     [
-        (["docs/api.md"], ["core", "lint"]),
+        (["docs/api.md", "SECURITY.md"], ["lint", "pages"]),
+        (["docs/architecture.md"], ["host", "lint", "pages"]),
+        (["ci/leg.py", "benchmarks/bench.py"], ["lint"]),
         (["vllm_mlx_harmony/protocols/chat/schema.py"], ["core", "front-end", "lint"]),
         (
             ["vllm_mlx_harmony/engine/batch.py"],
-            ["light", "served", "core", "engine", "host", "lint"],
+            ["light", "served", "engine", "host", "lint"],
         ),
-        (["vllm_mlx_harmony/gateway/app.py"], ["core", "gateway", "lint"]),
-        (["tests/unit/host/test_vllm_mlx_engine.py", "docs/api.md"], ["core", "host", "lint"]),
+        (["vllm_mlx_harmony/gateway/app.py"], ["gateway", "lint"]),
+        (
+            ["tests/unit/host/test_vllm_mlx_engine.py", "docs/api.md"],
+            ["host", "lint", "pages"],
+        ),
+        (["vllm_mlx_harmony/tasks.py"], GATE),
         (["tests/support/rows.py"], GATE),
         (["pyproject.toml", "docs/api.md"], GATE),
         ([], ["lint"]),
@@ -411,6 +418,21 @@ def test_every_file_of_a_test_folder_needs_the_leg_that_runs_it() -> None:
         }
         for folder in folders:
             assert entry in leg.needed([f"{folder}/test_x.py"]), folder
+
+
+def test_every_folder_of_the_gate_has_its_nightly_rows_in_a_leg() -> None:
+    def folders(entries: list[Any], marks: str) -> set[str]:
+        commands = [command for entry in entries for command in entry.commands]
+        return {
+            part
+            for command in commands
+            if any(marks in argument for argument in command)
+            for part in command
+            if part.startswith("tests/unit/")
+        }
+
+    left_out = folders(leg.chosen(["gate"]), "not nightly")
+    assert left_out and left_out <= folders([leg_called("rest")], "nightly and not served")
 
 
 def test_gate_runs_without_arguments() -> None:
