@@ -54,5 +54,5 @@ def problems(packages: Path, server: Server, question: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_ai_sdk(problems: dict[str, str], provider: str, check: str) -> None:
+def test_ai_sdk_check_finds_no_problem(problems: dict[str, str], provider: str, check: str) -> None:
     assert problems[f"{provider}: {check}"] == ""

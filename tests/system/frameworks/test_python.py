@@ -127,7 +127,7 @@ def user(question: str) -> list[Any]:
     return [{"role": "user", "content": question}]
 
 
-def test_openai_chat_parse(client: openai.OpenAI, question: str) -> None:
+def test_openai_chat_parse_returns_typed_answer(client: openai.OpenAI, question: str) -> None:
     completion = client.chat.completions.parse(
         model=MODEL, messages=user(question), response_format=Person
     )
@@ -135,7 +135,9 @@ def test_openai_chat_parse(client: openai.OpenAI, question: str) -> None:
     assert completion.choices[0].finish_reason == "stop"
 
 
-def test_openai_chat_schema_with_record_and_union(client: openai.OpenAI, question: str) -> None:
+def test_openai_chat_enforces_schema_with_record_and_union(
+    client: openai.OpenAI, question: str
+) -> None:
     schema = {"name": "sheet", "schema": Sheet.model_json_schema(), "strict": True}
     completion = client.chat.completions.create(
         model=MODEL,
@@ -145,7 +147,7 @@ def test_openai_chat_schema_with_record_and_union(client: openai.OpenAI, questio
     Sheet.model_validate_json(completion.choices[0].message.content or "")
 
 
-def test_openai_chat_stream(client: openai.OpenAI, question: str) -> None:
+def test_openai_chat_stream_returns_typed_answer(client: openai.OpenAI, question: str) -> None:
     with client.chat.completions.stream(
         model=MODEL, messages=user(question), response_format=Person
     ) as stream:
@@ -158,7 +160,9 @@ def test_openai_chat_stream(client: openai.OpenAI, question: str) -> None:
     ["required", {"type": "function", "function": {"name": "Person"}}],
     ids=["required", "named"],
 )
-def test_openai_chat_parse_of_a_call(client: openai.OpenAI, question: str, choice: Any) -> None:
+def test_openai_chat_parse_returns_forced_call(
+    client: openai.OpenAI, question: str, choice: Any
+) -> None:
     tools = [openai.pydantic_function_tool(Person)]
     if choice != "required":
         tools.append(openai.pydantic_function_tool(Place))
@@ -170,12 +174,12 @@ def test_openai_chat_parse_of_a_call(client: openai.OpenAI, question: str, choic
     assert completion.choices[0].finish_reason == "tool_calls"
 
 
-def test_openai_responses_parse(client: openai.OpenAI, question: str) -> None:
+def test_openai_responses_parse_returns_typed_answer(client: openai.OpenAI, question: str) -> None:
     response = client.responses.parse(model=MODEL, input=question, text_format=Person)
     assert isinstance(response.output_parsed, Person)
 
 
-def test_openai_responses_stream(client: openai.OpenAI, question: str) -> None:
+def test_openai_responses_stream_returns_typed_answer(client: openai.OpenAI, question: str) -> None:
     with client.responses.stream(model=MODEL, input=question, text_format=Person) as stream:
         response = stream.get_final_response()
     assert isinstance(response.output_parsed, Person)
@@ -184,7 +188,7 @@ def test_openai_responses_stream(client: openai.OpenAI, question: str) -> None:
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "name": "Person"}], ids=["required", "named"]
 )
-def test_openai_responses_parse_of_a_call(
+def test_openai_responses_parse_returns_forced_call(
     client: openai.OpenAI, question: str, choice: Any
 ) -> None:
     function = openai.pydantic_function_tool(Person)["function"]
@@ -206,7 +210,9 @@ def anthropic_client(server: Server) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.root, api_key=KEY, max_retries=0)
 
 
-def test_anthropic_parse(anthropic_client: anthropic.Anthropic, question: str) -> None:
+def test_anthropic_parse_returns_typed_answer(
+    anthropic_client: anthropic.Anthropic, question: str
+) -> None:
     """The client sends no bounds of `Person`, so any age is possible."""
     message = anthropic_client.messages.parse(
         model=MODEL, max_tokens=2000, messages=user(question), output_format=Person
@@ -229,41 +235,49 @@ def anthropic_model(server: Server) -> ChatAnthropic:
 
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_langchain_openai(server: Server, question: str, api: str, method: Any) -> None:
+def test_langchain_openai_returns_typed_answer(
+    server: Server, question: str, api: str, method: Any
+) -> None:
     model = openai_model(server, use_responses_api=api == "responses")
     assert isinstance(model.with_structured_output(Person, method=method).invoke(question), Person)
 
 
-def test_langchain_openai_strict_function(server: Server, question: str) -> None:
+def test_langchain_openai_strict_function_returns_typed_answer(
+    server: Server, question: str
+) -> None:
     model = openai_model(server)
     structured = model.with_structured_output(Person, method="function_calling", strict=True)
     assert isinstance(structured.invoke(question), Person)
 
 
-def test_langchain_openai_json_schema(server: Server, question: str) -> None:
+def test_langchain_openai_obeys_json_schema(server: Server, question: str) -> None:
     structured = openai_model(server).with_structured_output(dict(TREE), method="json_schema")
     validate(structured.invoke(question), TREE)
 
 
-def test_langchain_openai_json_mode(server: Server, question: str) -> None:
+def test_langchain_openai_json_mode_returns_typed_answer(server: Server, question: str) -> None:
     structured = openai_model(server).with_structured_output(Note, method="json_mode")
     assert isinstance(structured.invoke(question), Note)
 
 
 @pytest.mark.parametrize("choice", ["any", "move"])
-def test_langchain_openai_forced_call(server: Server, question: str, choice: str) -> None:
+def test_langchain_openai_returns_forced_call(server: Server, question: str, choice: str) -> None:
     model = openai_model(server).bind_tools([move, Person], tool_choice=choice)
     assert_called(model.invoke(question), choice)
 
 
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
-def test_langchain_anthropic(server: Server, question: str, method: Any) -> None:
+def test_langchain_anthropic_returns_typed_answer(
+    server: Server, question: str, method: Any
+) -> None:
     structured = anthropic_model(server).with_structured_output(Person, method=method)
     assert isinstance(structured.invoke(question), Person)
 
 
 @pytest.mark.parametrize("choice", ["any", "move"])
-def test_langchain_anthropic_forced_call(server: Server, question: str, choice: str) -> None:
+def test_langchain_anthropic_returns_forced_call(
+    server: Server, question: str, choice: str
+) -> None:
     model = anthropic_model(server).bind_tools([move, Person], tool_choice=choice)
     assert_called(model.invoke(question), choice)
 
@@ -293,7 +307,7 @@ def assert_called(message: AIMessage, choice: str) -> None:
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_instructor_openai(
+def test_instructor_openai_returns_output_type(
     client: openai.OpenAI, question: str, mode: Any, output_type: type[BaseModel]
 ) -> None:
     patched = instructor.from_openai(client, mode=mode)
@@ -308,7 +322,9 @@ def test_instructor_openai(
     assert isinstance(output, output_type)
 
 
-def test_instructor_anthropic(anthropic_client: anthropic.Anthropic, question: str) -> None:
+def test_instructor_anthropic_returns_typed_answer(
+    anthropic_client: anthropic.Anthropic, question: str
+) -> None:
     patched = instructor.from_anthropic(anthropic_client, mode=instructor.Mode.ANTHROPIC_TOOLS)
     person = patched.messages.create(
         model=MODEL,
@@ -327,7 +343,7 @@ def test_instructor_anthropic(anthropic_client: anthropic.Anthropic, question: s
 @pytest.mark.parametrize("output_type", [Person, Sheet])
 @pytest.mark.parametrize("output_mode", [ToolOutput, NativeOutput])
 @pytest.mark.parametrize("api", [OpenAIChatModel, OpenAIResponsesModel])
-def test_pydantic_ai(
+def test_pydantic_ai_returns_output_type(
     server: Server, question: str, api: Any, output_mode: Any, output_type: type[BaseModel]
 ) -> None:
     provider = OpenAIProvider(base_url=server.v1, api_key=KEY)
@@ -344,12 +360,14 @@ def agent_model(server: Server, request: pytest.FixtureRequest) -> Any:
     return request.param(MODEL, openai_client=client)
 
 
-def test_agents_output_type(agent_model: Any, question: str) -> None:
+def test_agents_sdk_returns_output_type(agent_model: Any, question: str) -> None:
     agent = agents.Agent(name="Typist", model=agent_model, output_type=Person)
     assert isinstance(run(agent, question).final_output, Person)
 
 
-def test_agents_required_call_and_output_type(agent_model: Any, question: str) -> None:
+def test_agents_sdk_runs_required_call_and_returns_output_type(
+    agent_model: Any, question: str
+) -> None:
     moved = []
 
     @agents.function_tool

@@ -89,7 +89,7 @@ def complete(client: OpenAI, *, stream: bool, **request: Any) -> ChatCompletion:
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])
-def test_row(client: OpenAI, model: str, row: Row) -> None:
+def test_chat_answers_match_row(client: OpenAI, model: str, row: Row) -> None:
     check(client, model, row)
 
 

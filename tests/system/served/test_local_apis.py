@@ -35,5 +35,5 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_local_api(http: httpx.Client, model: str, check: str) -> None:
+def test_server_passes_check(http: httpx.Client, model: str, check: str) -> None:
     CHECKS[check](http, model)

@@ -119,7 +119,7 @@ def total(message: Message) -> int:
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])
-def test_row(client: Anthropic, model: str, row: Row) -> None:
+def test_messages_match_row(client: Anthropic, model: str, row: Row) -> None:
     request = messages_request(row, model)
     check_messages(row, *(create(client, stream=stream, **request) for stream in (False, True)))
 

@@ -56,7 +56,7 @@ def client(server: Server) -> Iterator[ollama.Client]:
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])
-def test_row(client: ollama.Client, model: str, row: Row) -> None:
+def test_ollama_answers_match_row(client: ollama.Client, model: str, row: Row) -> None:
     request = ollama_request(row, model)
     check_ollama(row, [client.chat(**request)], [*client.chat(**request, stream=True)])
 

@@ -119,7 +119,7 @@ def checked_stream(server: Server, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])
-def test_row(server: Server, client: OpenAI, model: str, row: Row) -> None:
+def test_responses_match_row(server: Server, client: OpenAI, model: str, row: Row) -> None:
     request = responses_request(row, model)
     whole = client.responses.create(**request).model_dump(mode="json", exclude_unset=True)
     check_responses(row, whole, checked_stream(server, request))

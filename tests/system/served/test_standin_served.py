@@ -109,7 +109,7 @@ def test_split_character_is_sent_whole(client: httpx.Client) -> None:
     assert content(chat(client, user("Halves."))) == "🦭"
 
 
-def test_prompt_longer_than_window_and_prefill_step(client: httpx.Client) -> None:
+def test_prompt_longer_than_window_and_prefill_step_is_answered(client: httpx.Client) -> None:
     padding = "A sentence that has no script at all. " * 700
     assert content(chat(client, user(padding + "Count."))) == NUMBERS
 

@@ -325,7 +325,7 @@ def transcripts(draw: st.DrawFn) -> list[int]:
 
 @given(ids=transcripts())
 @settings(max_examples=examples(300), deadline=None)
-def test_agrees_with_openai_harmony_on_well_formed_output(ids: list[int]) -> None:
+def test_parser_agrees_with_openai_harmony_on_well_formed_output(ids: list[int]) -> None:
     assert messages_of(deltas_of(Parser(), [ids])) == reference(ids)
 
 

@@ -142,7 +142,7 @@ def test_status_lists_requests_in_order(engine: MlxEngine, run: Run) -> None:
     assert engine.status() == []
 
 
-def test_no_estimate_without_speed(engine: MlxEngine, run: Run) -> None:
+def test_estimate_is_missing_until_speed_is_known(engine: MlxEngine, run: Run) -> None:
     statuses: list[RequestStatus] = []
 
     async def first() -> None:

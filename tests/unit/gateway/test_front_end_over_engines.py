@@ -49,13 +49,17 @@ def host(request: pytest.FixtureRequest) -> Iterator[CountingGateway]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_tool_loop_in_a_conversation(host: CountingGateway, stream: bool) -> None:
+def test_tool_loop_in_conversation_continues_where_model_stopped(
+    host: CountingGateway, stream: bool
+) -> None:
     check_tool_loop_in_conversation(host, stream)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages, by_ollama])
-def test_a_tool_loop(host: CountingGateway, loop: Loop, stream: bool) -> None:
+def test_tool_loop_continues_where_model_stopped(
+    host: CountingGateway, loop: Loop, stream: bool
+) -> None:
     check_tool_loop(host, loop, stream)
 
 
@@ -64,7 +68,7 @@ def test_rejections_have_the_shape_of_their_api(host: CountingGateway, path: str
     check_rejections(host, path)
 
 
-def test_the_same_events_over_a_websocket(host: CountingGateway) -> None:
+def test_websocket_sends_valid_events(host: CountingGateway) -> None:
     check_events_over_websocket(host)
 
 

@@ -393,7 +393,7 @@ def test_failure_without_stream_is_raised() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_result_before_end_or_of_stream(stream: bool) -> None:
+def test_result_before_end_or_of_stream_raises(stream: bool) -> None:
     emitter = Emitter(INFO, stream=stream)
     for delta in answer_deltas(answer("Hel"), end=STOP)[: None if stream else -1]:
         emitter.feed(delta)

@@ -552,7 +552,7 @@ def test_failure_without_stream_is_raised() -> None:
     assert caught.value is failure
 
 
-def test_no_result_before_end() -> None:
+def test_result_before_end_raises() -> None:
     emitter = read_request(False).emitter(INFO)
     for delta in HALF:
         emitter.feed(delta)

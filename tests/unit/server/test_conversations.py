@@ -151,7 +151,9 @@ def test_responses_are_added_to_conversation(host: SingleEngineHost, stream: boo
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_tool_loop_in_a_conversation(host: SingleEngineHost, stream: bool) -> None:
+def test_tool_loop_in_conversation_continues_where_model_stopped(
+    host: SingleEngineHost, stream: bool
+) -> None:
     check_tool_loop_in_conversation(host, stream)
 
 

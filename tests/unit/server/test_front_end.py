@@ -65,7 +65,9 @@ def host(request: pytest.FixtureRequest) -> SingleEngineHost:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages, by_ollama])
-def test_a_tool_loop(host: SingleEngineHost, loop: Loop, stream: bool) -> None:
+def test_tool_loop_continues_where_model_stopped(
+    host: SingleEngineHost, loop: Loop, stream: bool
+) -> None:
     check_tool_loop(host, loop, stream)
 
 
@@ -226,7 +228,7 @@ def test_compaction_without_summary_fails(stream: bool) -> None:
     assert host.leases == 0
 
 
-def test_the_same_events_over_a_websocket(host: SingleEngineHost) -> None:
+def test_websocket_sends_valid_events(host: SingleEngineHost) -> None:
     check_events_over_websocket(host)
 
 

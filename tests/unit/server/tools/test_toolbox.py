@@ -348,6 +348,9 @@ def test_other_server_named_browser_gets_an_alias() -> None:
     assert within(box, names) == ["browser_tools", "python_tools"]
 
 
-def test_empty_output_and_default_transport() -> None:
+def test_text_for_empty_output_is_bracketed() -> None:
     assert NOTHING.startswith("[")
+
+
+def test_server_with_command_uses_stdio() -> None:
     assert ServerConfig.model_validate({"command": "x"}).transport == "stdio"
