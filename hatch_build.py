@@ -77,4 +77,4 @@ class Metadata(MetadataHookInterface):
 
 
 def _of(version: str, requirements: list[str]) -> list[str]:
-    return [each.format(version=version) for each in requirements]
+    return [requirement.format(version=version) for requirement in requirements]

@@ -531,11 +531,11 @@ async def measured(
     await requests(10, *clients)  # warms up
     used, count = [processor_seconds(pid) for pid in pids], 30 if quick else 1000
     times = await requests(count, *clients)
-    each = [
+    costs = [
         (processor_seconds(pid) - before) / count * 1e3
         for pid, before in zip(pids, used, strict=True)
     ]
-    return list(zip(times, [0.0, *each], strict=True))
+    return list(zip(times, [0.0, *costs], strict=True))
 
 
 async def slow(port: int, pid: int, quick: bool, figures: Figures) -> None:
@@ -556,9 +556,9 @@ async def slow(port: int, pid: int, quick: bool, figures: Figures) -> None:
         asked = await crowd(partial(Client, port, COMPLETIONS), count, length)
         used = processor_seconds(pid)
         answered = await crowd(partial(Client, port + 1, CHAT), count, length)
-        each = (processor_seconds(pid) - used) / (count * length)
-        figures.token_paced_processor = each * 1e6
-        figures.streams_per_core_by_processor = int(STEP / each)
+        token_seconds = (processor_seconds(pid) - used) / (count * length)
+        figures.token_paced_processor = token_seconds * 1e6
+        figures.streams_per_core_by_processor = int(STEP / token_seconds)
         found = {"direct": percentile(asked, 0.99), "gateway": percentile(answered, 0.99)}
         figures.gaps_p99_ms[str(count)] = found
         limit = limit or 2 * found["gateway"]
@@ -574,12 +574,12 @@ async def crowded(port: int, pid: int, quick: bool) -> dict[str, float]:
     used, began = processor_seconds(pid, children=True), time.perf_counter()
     gaps = await crowd(partial(Client, port + 1, CHAT), count, length)
     seconds = time.perf_counter() - began
-    each = (processor_seconds(pid, children=True) - used) / (count * length)
+    token_seconds = (processor_seconds(pid, children=True) - used) / (count * length)
     return {
         "tokens_per_second": round(count * length / seconds),
         "gaps_p99_ms": round(percentile(gaps, 0.99), 1),
-        "token_processor_us": round(each * 1e6, 1),
-        "streams_per_core_by_processor": int(STEP / each),
+        "token_processor_us": round(token_seconds * 1e6, 1),
+        "streams_per_core_by_processor": int(STEP / token_seconds),
     }
 
 

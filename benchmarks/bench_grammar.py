@@ -54,7 +54,7 @@ from vllm_mlx_harmony.server.settings import Enforcement
 TOOLS = (1, 20, 100)
 P50_US, P99_US, MEAN_US = 10.0, 500.0, 30.0
 REMEMBERED_MS = 5.0
-SHARE = 0.1
+STEP_PERCENT = 0.1
 PLAIN = "plain text"
 TEXT = Path(__file__).resolve().parents[1].joinpath("README.md").read_text()
 
@@ -85,8 +85,8 @@ def measured(runs: int) -> Iterator[Row]:
         yield row(f"an id consumed, {what}", "µs", median(consumed))
         yield row(f"ids without a choice, {what}", "%", 100 * forced / len(masks))
         if what == PLAIN:
-            share = (median(masks) + median(consumed)) / (STEP_MS * 1e3) * 100
-            yield row("a plain request, of a step of 10 ms", "%", share, SHARE)
+            percent = (median(masks) + median(consumed)) / (STEP_MS * 1e3) * 100
+            yield row("a plain request, of a step of 10 ms", "%", percent, STEP_PERCENT)
     for what, schema, value in hard():
         turn = Turn((User("Hi."),), response_format=ResponseFormat(schema))
         output = written("<|channel|>final<|message|>", json.dumps(value), "<|return|>")
@@ -349,8 +349,8 @@ def measured_burden(mx: Any) -> tuple[Any, int]:
     for _ in range(often):
         product = product @ weight
     mx.eval(product)
-    each = (time.perf_counter() - began) / often * 1e3
-    return weight, max(1, round(STEP_MS / each))
+    product_ms = (time.perf_counter() - began) / often * 1e3
+    return weight, max(1, round(STEP_MS / product_ms))
 
 
 if __name__ == "__main__":

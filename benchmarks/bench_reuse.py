@@ -229,10 +229,10 @@ def loop(model: Path, prompts: list[list[int]], hosts: list[list[int]]) -> Itera
         theirs, own = (median(asked.seconds for asked in side[-3:]) * 1e3 for side in (host, ours))
         name = f"{kind}: time to first token at last"
         yield Row(name, "ms", theirs, own, f"<= {TENTH} of host", own <= TENTH * theirs)
-    each = counters.nbytes / (last + ANSWER) * 1000 / 1024
+    held = counters.nbytes / (last + ANSWER) * 1000 / 1024
     goal = f"{counters.nbytes >> 10}K of {counters.budget >> 20}M"
     met = 0 < counters.nbytes <= counters.budget
-    yield Row("held per 1k tokens", "KiB", None, each, goal, met)
+    yield Row("held per 1k tokens", "KiB", None, held, goal, met)
 
 
 def dropped(model: Path, prompts: list[list[int]]) -> Iterator[Row]:

@@ -141,7 +141,7 @@ def install(place: Path, peer: Peer) -> None:
 def version(place: Path, distribution: str) -> str:
     code = (
         "from importlib.metadata import distributions as found; "
-        f"print(next((each.version for each in found(name={distribution!r})), '–'))"
+        f"print(next((package.version for package in found(name={distribution!r})), '–'))"
     )
     command = [str(place / "bin" / "python"), "-c", code]
     shown: str = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -73,4 +73,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if mark and "sample" in mark.kwargs:
             number = next(numbers[item.nodeid.partition("[")[0]])
             if number % mark.kwargs["sample"] == 0:
-                item.own_markers[:] = [each for each in item.own_markers if each is not mark]
+                item.own_markers[:] = [other for other in item.own_markers if other is not mark]

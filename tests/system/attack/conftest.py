@@ -38,7 +38,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
             home=home,
             command=inspected.COMMAND,
             env={
-                inspected.VARIABLE: str(figures_path),
+                inspected.FIGURES_ENV: str(figures_path),
                 "VLLM_MLX_HARMONY_QUEUE": "256",
                 "VLLM_MLX_HARMONY_STREAM_BYTES": str(STREAM_BYTES),
                 "VLLM_MLX_HARMONY_STREAM_SECONDS": str(SECONDS),

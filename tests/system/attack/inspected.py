@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-VARIABLE = "ATTACK_FIGURES"
+FIGURES_ENV = "ATTACK_FIGURES"
 """Environment variable with the path of the snapshot."""
 
 COMMAND = (sys.executable, __file__, "serve")
@@ -65,7 +65,7 @@ def serve() -> int:
     def write(_signal: int, _frame: FrameType | None) -> None:
         nonlocal signals
         signals += 1
-        path = Path(os.environ[VARIABLE])
+        path = Path(os.environ[FIGURES_ENV])
         new_file = path.with_suffix(".new")
         new_file.write_text(json.dumps(_snapshot(signals)))
         new_file.replace(path)

@@ -37,7 +37,7 @@ CPU_MARGIN = size(SLOW, 10.0)
 work. Not wall time: on a busy machine, waits for a processor are not the server's fault.
 """
 
-PATIENCE = 120.0
+ANSWER_TIMEOUT = 120.0
 """Seconds after which no answer is expected."""
 
 MOST_PROBLEMS = 20
@@ -98,7 +98,7 @@ class Attacker:
         length = len(request.body) if request.length is None else request.length
         if not any(name == "Transfer-Encoding" for name, _ in request.headers):
             head.append(f"Content-Length: {length}".encode())
-        with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+        with socket.create_connection((host, int(port)), timeout=ANSWER_TIMEOUT) as connection:
             try:
                 connection.sendall(b"\r\n".join([*head, b"Connection: close", b"", request.body]))
                 if request.length is not None or b"chunked" in b"".join(head):
@@ -121,7 +121,7 @@ class Attacker:
         try:
             self.connection.send(body, text=text)
             while True:
-                event = strict(self.connection.recv(timeout=PATIENCE))
+                event = strict(self.connection.recv(timeout=ANSWER_TIMEOUT))
                 if event["type"] in LAST_EVENTS:
                     status = event.get("status", 500) if event["type"] == "error" else 200
                     return Answer(status, json.dumps(event).encode(), "application/json")

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.served
 
 STALLED = size(40, 4)
-PATIENCE = 300.0
+TIMEOUT = 300.0
+"""Seconds for the server to give up the stalled connections, and for an answer beside them."""
 
 
 def test_stalled_clients_do_not_delay_others(target: Target) -> None:
@@ -33,7 +34,7 @@ def test_stalled_clients_do_not_delay_others(target: Target) -> None:
     try:
         waits = asyncio.run(waits_of_others(target))
         while (snapshot := target.inspection.read()).files > before.files + 2:
-            assert time.monotonic() - started < PATIENCE, "their connections are not given up"
+            assert time.monotonic() - started < TIMEOUT, "their connections are not given up"
             time.sleep(0.2)
         freed_after = time.monotonic() - started
     finally:
@@ -57,7 +58,7 @@ async def waits_of_others(target: Target) -> list[float]:
         started = time.monotonic()
         body = request_body(endpoint, target.model, "Twelve words.")
         result = await asyncio.wait_for(
-            read_stream(target.server.base_url, endpoint, body), PATIENCE
+            read_stream(target.server.base_url, endpoint, body), TIMEOUT
         )
         assert result.text == ANSWER, (endpoint, result)
         waits.append(time.monotonic() - started)

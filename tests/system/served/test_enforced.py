@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.served
 
-VARIABLE = "VLLM_MLX_HARMONY_GRAMMAR"
+GRAMMAR_ENV = "VLLM_MLX_HARMONY_GRAMMAR"
 PROSE = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>No!"
 CALL = "<|channel|>commentary to=functions.pick<|message|>{}<|call|>"
 SCRIPTS = [Script("Talk.", f"{PROSE}<|return|>"), Script("Call.", CALL)]
@@ -51,7 +51,7 @@ def is_city(arguments: Any) -> bool:
 
 def test_only_strict_request_starts_helper_process(start: Start, standin_dir: Path) -> None:
     standin.rescript(standin_dir, SCRIPTS)
-    server = start(*FLAG, command=HARMONY, env={VARIABLE: "auto"})
+    server = start(*FLAG, command=HARMONY, env={GRAMMAR_ENV: "auto"})
     with server.openai() as client:
         create: Any = client.chat.completions.create
         model = client.models.list().data[0].id
@@ -116,5 +116,5 @@ def test_unsupported_strict_schema_is_rejected(client: openai.OpenAI, model: str
 
 
 def test_invalid_setting_stops_startup(start: Start) -> None:
-    server = start(*FLAG, command=HARMONY, env={VARIABLE: "perhaps"}, ready=False)
+    server = start(*FLAG, command=HARMONY, env={GRAMMAR_ENV: "perhaps"}, ready=False)
     assert server.process.wait(60) == 2

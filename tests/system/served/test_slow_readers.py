@@ -72,7 +72,7 @@ runpy.run_module("vllm_mlx_harmony", run_name="__main__")
 
 GIVEN_UP = "has read nothing for"
 
-PATIENCE = 300
+TIMEOUT = 300
 """Seconds to wait for an event: hundreds of the engine's steps on a busy machine."""
 
 
@@ -115,7 +115,7 @@ def dial(server: Server) -> socket.socket:
     host, port = server.base_url.removeprefix("http://").split(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CLIENT_BUFFER)
-    connection.settimeout(PATIENCE)
+    connection.settimeout(TIMEOUT)
     connection.connect((host, int(port)))
     return connection
 
@@ -145,7 +145,7 @@ def read_until_closed(connection: socket.socket) -> bytes:
 def read_messages_until_closed(connection: Connection) -> None:
     """Raises when the server closes the connection."""
     while True:
-        connection.recv(PATIENCE)
+        connection.recv(TIMEOUT)
 
 
 def is_free(server: Server) -> bool:
@@ -165,7 +165,7 @@ def resident(server: Server) -> int:
 def test_stalled_readers_do_not_delay_others(server: Server, model: str) -> None:
     """Their answers are generated beside others, up to the limit of unread bytes."""
     request = {"model": model, **body("/v1/chat/completions", "Hi.")}
-    with server.client(PATIENCE) as client:  # the first request loads the vocabulary
+    with server.client(TIMEOUT) as client:  # the first request loads the vocabulary
         client.post("/v1/chat/completions", json=request).raise_for_status()
     before, given_up = resident(server), server.log.count(GIVEN_UP)
     url = server.base_url.replace("http", "ws") + "/v1/responses"
@@ -180,13 +180,13 @@ def test_stalled_readers_do_not_delay_others(server: Server, model: str) -> None
         )
         document = {"type": "response.create", "model": model, **WITHOUT_END["/v1/responses"]}
         websocket.send(json.dumps(document))
-        with server.client(PATIENCE) as client:
+        with server.client(TIMEOUT) as client:
             response = client.post("/v1/chat/completions", json=request)
         assert response.json()["choices"][0]["message"]["content"] == "Hi."
         wait_until(
-            lambda: is_free(server), "the engine to be free", PATIENCE
+            lambda: is_free(server), "the engine to be free", TIMEOUT
         )  # though no client has read anything
-        wait_until(lambda: server.log.count(GIVEN_UP) == given_up + 4, "four readers", PATIENCE)
+        wait_until(lambda: server.log.count(GIVEN_UP) == given_up + 4, "four readers", TIMEOUT)
         assert resident(server) - before < 64 * 1024 * 1024
         assert all(len(read_until_closed(connection)) < UNREAD for connection in connections)
         with pytest.raises(ConnectionClosed):
@@ -203,7 +203,7 @@ def test_slow_reader_receives_error(server: Server, model: str, path: str) -> No
     before = server.finished()
     with open_stream(server, path, {"model": model, **ONLY_GENERATED[path]}) as connection:
         wait_until(
-            lambda: server.finished() > before, "the end", PATIENCE
+            lambda: server.finished() > before, "the end", TIMEOUT
         )  # and nothing has been read
         received = read_until_closed(connection)
     assert b"the stream was closed because the client read it too slowly" in received
@@ -214,7 +214,7 @@ def test_stalled_reader_of_finished_answer_is_disconnected(server: Server, model
     """The rest of the answer fits into asyncio's buffer, but not into the system's."""
     path, given_up = "/v1/chat/completions", server.log.count(GIVEN_UP)
     with open_stream(server, path, {"model": model, **body(path, "Soon over.")}):
-        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, "the reader", PATIENCE)
+        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, "the reader", TIMEOUT)
 
 
 def test_stalled_websocket_reader_is_disconnected(server: Server, model: str) -> None:
@@ -223,7 +223,7 @@ def test_stalled_websocket_reader_is_disconnected(server: Server, model: str) ->
     with dial(server) as raw:
         websocket = connect(f"{url}/v1/responses", sock=raw, max_queue=1, compression=None)
         websocket.send(json.dumps(request))
-        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, "the reader", PATIENCE)
+        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, "the reader", TIMEOUT)
         with pytest.raises(ConnectionClosed):
             read_messages_until_closed(websocket)
 
@@ -239,6 +239,6 @@ def test_background_response_outlives_its_stalled_reader(server: Server, model: 
             received += connection.recv(4096)
             match = re.search(rb"resp_\w+", received)
         path = f"/v1/responses/{match[0].decode()}"
-        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, "the reader", PATIENCE)
-        wait_until(lambda: client.get(path).json()["status"] == "completed", "the end", PATIENCE)
+        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, "the reader", TIMEOUT)
+        wait_until(lambda: client.get(path).json()["status"] == "completed", "the end", TIMEOUT)
         read_until_closed(connection)
