@@ -182,44 +182,6 @@ def test_wrong_method_is_rejected_in_the_shape_of_its_api(
     assert ("code" in document["error"]) is not messages
 
 
-HALF = b"\\ud83d"
-"""Half of a surrogate pair, escaped as in JSON."""
-
-
-@pytest.mark.nightly(sample=3)
-@pytest.mark.usefixtures("_foreign", "_active")
-@pytest.mark.parametrize("half", [HALF, b"\xed\xa0\xbd"])
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [
-        (PATH, b'{"model":"HALF","messages":[{"role":"user","content":"Hi"}]}', 404),
-        ("/v1/messages", b'{"model":"HALF","max_tokens":9,"messages":[]}', 404),
-        ("/v1/responses", b'{"model":"HALF","input":"Hi"}', 404),
-        ("/v1/responses", b'{"model":"foreign","previous_response_id":"HALF","input":""}', 404),
-        ("/v1/responses", b'{"model":"foreign","input":[{"type":"HALF"}]}', 400),
-        (RESPONSES, b'{"model":"foreign","input":[{"type":"item_reference","id":"HALF"}]}', 400),
-        (
-            RESPONSES,
-            b'{"model":"foreign","input":"","tools":[{"type":"function","name":[]}],"user":"HALF"}',
-            400,
-        ),
-        ("/v1/responses/compact", b'{"model":"HALF","input":"Hi"}', 404),
-        ("/v1/responses/input_tokens", b'{"model":"HALF","input":"Hi"}', 404),
-        (PATH, b'{"model":"foreign","messages":[{"role":"HALF"}]}', 400),
-        (PATH, b'{"model":"foreign","HALF":1e999,"messages":[]}', 400),
-    ],
-)
-def test_half_a_surrogate_pair_gets_an_error_response(
-    path: str, body: bytes, status: int, half: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is read as U+FFFD: a response that repeated it could not be encoded."""
-    ours = SimpleNamespace(model="foreign", context_length=None, remote=False)
-    monkeypatch.setattr(adapter, "engine_of", lambda _: ours)
-    response = send(body.replace(b"HALF", half), path)
-    assert response.status_code == status, response.text
-    assert response.json()["error"]["message"]
-
-
 @pytest.mark.usefixtures("_foreign", "_active")
 def test_forwarded_request_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     limiter = server.RateLimiter(requests_per_minute=2, enabled=True)
@@ -400,18 +362,6 @@ def test_websocket_requires_the_key(
 @pytest.mark.usefixtures("_foreign", "_active")
 def test_models_path_may_end_in_a_slash() -> None:
     assert get("/v1/models/").json() == get("/v1/models").json()
-
-
-@pytest.mark.usefixtures("_foreign", "_active")
-def test_internal_error_is_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*_: Any) -> None:
-        raise LookupError("a bug")
-
-    monkeypatch.setattr(adapter.VllmMlx, "acquire", broken)
-    response = send(chat_body())
-    assert response.status_code == 500
-    assert response.json()["error"]["code"] == "internal_error"
-    assert "a bug" not in response.text
 
 
 # --- The list of models.
