@@ -4,8 +4,8 @@
 `leg.py` runs the gate, what must pass before a commit; `leg.py --changed` the legs that test what
 changed; `leg.py all` the nightly legs, too; `leg.py NAME…` those of these names.
 
-Three legs run at a time unless `--jobs` is given, which suits two processors: tests of servers wait
-part of the time. No test is run again: what fails beside other legs is a race, or waits for a time
+Four legs run at a time unless `--jobs` is given, which suits two processors: tests of servers wait
+most of the time. No test is run again: what fails beside other legs is a race, or waits for a time
 where it should wait for a state.
 
 Legs share environments, which `uv sync` makes from `uv.lock`. Only this Python has to be installed:
@@ -119,7 +119,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="the legs that test what changed since a commit (HEAD)",
     )
     parser.add_argument("--keep", action="store_true", help="keep the environment, use a kept one")
-    parser.add_argument("--jobs", type=int, default=3, metavar="N", help="legs at a time (3)")
+    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="legs at a time (4)")
     parser.add_argument("--json", metavar="GROUP", help="print the matrix of a group, run nothing")
     return parser.parse_args(argv)
 

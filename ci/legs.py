@@ -130,7 +130,9 @@ EVERY_PYTHON = ("-m", "not served and not once and not hypothesis")
 
 CI_TESTS = "tests/unit/ci"
 CORE_TESTS = ("tests/unit/core", "tests/unit/protocols", "tests/unit/cli")
-SERVER_TESTS = ("tests/unit/server", "--ignore=tests/unit/server/tools")
+TOOL_TESTS = "tests/unit/server/tools"
+SERVER_TESTS = ("tests/unit/server", f"--ignore={TOOL_TESTS}")
+GATEWAY_TESTS = ("tests/unit/gateway", "tests/unit/verify")
 DOCUMENTATION = ("docs/", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md")
 DOCUMENTATION_TESTS = (
     *(f"tests/unit/cli/test_{name}.py" for name in ("connect", "demo", "readme")),
@@ -174,7 +176,7 @@ NOT_OF_MLX_LM = tuple(
 
 
 LEGS: tuple[Leg, ...] = (
-    # The first three need different environments: none waits for another's. Two of them wait for
+    # The first four need different environments: none waits for another's. Two of them wait for
     # servers half of the time.
     Leg(
         "served",
@@ -218,8 +220,9 @@ LEGS: tuple[Leg, ...] = (
         "gateway",
         "the gateway over fake engines on real sockets: every kind, every fault, its process",
         FRONT_ENDS,
-        ((*PYTEST, "-n", "3", "tests/unit/gateway", "tests/unit/verify"),),  # half is waiting
+        ((*PYTEST, "-n", "2", *GATEWAY_TESTS, *GATE),),  # half is waiting
         runners=BOTH_RUNNERS,
+        group="gate",
         paths=(
             *package("gateway", "verify", "measure"),
             *("tests/unit/gateway/", "tests/unit/verify", "examples/"),
@@ -285,6 +288,13 @@ LEGS: tuple[Leg, ...] = (
             (*PYTEST, "tests/unit/host", *REST),
             (*PYTEST, *CORE_TESTS, CI_TESTS, *SERVER_TESTS, *REST),
         ),
+    ),
+    Leg(
+        "gateway-whole",
+        "the rows that the gate leaves out of the gateway, verify, and tools of the server",
+        FRONT_ENDS,
+        ((*PYTEST, "-n", "3", *GATEWAY_TESTS, TOOL_TESTS, *REST),),
+        runners=BOTH_RUNNERS,
     ),
     Leg(
         "coverage",
@@ -366,7 +376,8 @@ LEGS: tuple[Leg, ...] = (
         "tools",
         "tools that the server runs, over a real MCP server",
         FRONT_ENDS,
-        ((*PYTEST, "-n", "3", "tests/unit/server/tools"),),
+        ((*PYTEST, TOOL_TESTS, *GATE),),
+        group="gate",
         paths=(*package("server/tools"), "tests/unit/server/tools"),
     ),
     Leg(

@@ -77,6 +77,7 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("head", [b"", b"P", HEAD], ids=["nothing", "a byte", "half"])
 def test_head_that_does_not_end_closes_its_connection(url: str, head: bytes) -> None:
     with open_connection(url) as connection:
@@ -93,6 +94,7 @@ def test_second_head_that_does_not_end_closes_its_connection(url: str) -> None:
         assert is_closed(connection)
 
 
+@pytest.mark.nightly(sample=2)
 def test_slow_bodies_and_answers_are_not_cut(url: str) -> None:
     with open_connection(url) as connection:
         connection.sendall(HEAD[:20])
@@ -115,6 +117,7 @@ def test_websocket_outlives_its_head_and_is_not_compressed(url: str) -> None:
         assert websocket.recv() == "still here"
 
 
+@pytest.mark.nightly(sample=2)
 def test_connections_above_the_limit_are_closed(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

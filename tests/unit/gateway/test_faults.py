@@ -82,6 +82,7 @@ def test_failure_before_the_stream_has_a_status(
         assert deployment.host.leases == 0
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("fault", [*(fault for fault, *_ in BEFORE.values()), *AT_ONCE], ids=str)
 def test_failed_request_without_output_is_retried(fault: Fault, stream: bool) -> None:
@@ -93,6 +94,7 @@ def test_failed_request_without_output_is_retried(fault: Fault, stream: bool) ->
         assert [len(engine.bodies) for engine in deployment.engines] == [1, 1]
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("then", ["die", "close", "garbage", "error"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_failure_after_the_first_output_is_an_error(kind: str, then: str) -> None:
@@ -115,6 +117,7 @@ def test_failure_after_the_first_output_is_an_error(kind: str, then: str) -> Non
         assert deployment.host.leases == 0
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("after", [None, 5], ids=["before a status", "in the middle"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_hanging_engine_times_out(after: int | None, stream: bool) -> None:
@@ -228,6 +231,7 @@ def test_response_during_cancellation_is_closed() -> None:
     assert answer.closed
 
 
+@pytest.mark.nightly
 def test_500_streams_run_at_once() -> None:
     with ExitStack() as stack:
         deployment = Deployment(stack, FakeEngine("vllm", SCRIPTS, pause=0.05))
@@ -249,6 +253,7 @@ def test_500_streams_run_at_once() -> None:
         wait_until(lambda: deployment.host.leases == 0, "the leases")
 
 
+@pytest.mark.nightly
 def test_slow_reader_slows_its_engine_and_gets_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

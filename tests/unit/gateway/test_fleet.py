@@ -208,6 +208,7 @@ def test_sighup_reads_the_engines_of_the_file(tmp_path: Path) -> None:
         assert ask().status_code == 200 and health() == {urls[1]: "up"}
 
 
+@pytest.mark.nightly
 def test_sighup_is_handled_before_an_engine_answers(tmp_path: Path) -> None:
     """A gateway that is starting waits for an engine that accepts connections and sends nothing."""
     file = tmp_path / "gateway.toml"

@@ -48,6 +48,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[CountingGateway]:
         yield CountingGateway(KEY, (engine, url))
 
 
+@pytest.mark.nightly(sample=5)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_tool_loop_in_conversation_continues_where_model_stopped(
     host: CountingGateway, stream: bool
@@ -55,6 +56,7 @@ def test_tool_loop_in_conversation_continues_where_model_stopped(
     check_tool_loop_in_conversation(host, stream)
 
 
+@pytest.mark.nightly(sample=5)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages, by_ollama])
 def test_tool_loop_continues_where_model_stopped(

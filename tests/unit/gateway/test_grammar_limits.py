@@ -37,6 +37,7 @@ def client() -> Iterator[TestClient]:
         yield web
 
 
+@pytest.mark.nightly
 def test_dangerous_schema_and_syntax_are_rejected(client: TestClient) -> None:
     check_schema(client, "chat", next(iter(SCHEMAS)))
     check_syntax(client, next(iter(LARK)))

@@ -46,6 +46,7 @@ def http() -> Iterator[httpx.Client]:
         yield http
 
 
+@pytest.mark.nightly(sample=5)
 @pytest.mark.parametrize("check", CHECKS)
 def test_gateway_passes_check(http: httpx.Client, check: str) -> None:
     CHECKS[check](http, MODEL)

@@ -22,6 +22,7 @@ SCRIPT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>f
 USER = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
 def test_answer_passes_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setenv(ID_ENDPOINT_VARIABLE, "1")

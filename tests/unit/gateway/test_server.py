@@ -139,6 +139,7 @@ TRIALS: dict[str, tuple[Fault, str]] = {
 """The fault of a trial, and what the engine then lacks; if empty, it is not known yet."""
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize(("fault", "missing"), TRIALS.values(), ids=TRIALS)
 @pytest.mark.parametrize("kind", ["vllm", "vllm-tokens"])
 def test_busy_engine_keeps_its_grammars(
@@ -820,6 +821,7 @@ def test_sigterm_lets_streams_end_and_rejects_requests() -> None:
         assert running.wait(180) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
+@pytest.mark.nightly
 def test_drain_has_a_limit() -> None:
     engine = FakeEngine("vllm", LONG, held=True)
     port = free_port()
@@ -840,6 +842,7 @@ def test_drain_has_a_limit() -> None:
         wait_until(lambda: engine.running == 0, "the engine to be freed")
 
 
+@pytest.mark.nightly
 def test_kill_9_frees_the_engine_and_another_takes_the_port() -> None:
     engine = FakeEngine("vllm", LONG, held=True)
     port = free_port()

@@ -87,6 +87,7 @@ class Deployment:
         raise AssertionError
 
 
+@pytest.mark.nightly(sample=8)
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one by one"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("silent", ["status", "stream"])
@@ -107,6 +108,7 @@ def test_every_conversation_is_answered_beside_a_silent_engine(
         wait_until(lambda: deployment.host.fleet.backends[0].up, "a probe to find it well")
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_timeout_without_output_moves_the_conversation(
     stream: bool, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +128,7 @@ def test_timeout_without_output_moves_the_conversation(
         assert len(engines[1].prompts) >= 1
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_time_limit_of_a_client_takes_no_engine_down(stream: bool) -> None:
     """It may be too short for any engine. The next engine is tried, and the first is probed and
@@ -147,6 +150,7 @@ def test_time_limit_of_a_client_takes_no_engine_down(stream: bool) -> None:
         assert deployment.ask(numbers[1:]) == [200] * 3
 
 
+@pytest.mark.nightly
 def test_slow_prompt_is_no_failure() -> None:
     """An engine that sends ids to others is not silent, however long one request waits."""
     with ExitStack() as stack:
@@ -163,6 +167,7 @@ def test_slow_prompt_is_no_failure() -> None:
         assert deployment.retried == 0 and deployment.host.fleet.backends[0].up
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("advances", [True, False])
 def test_progress_that_advances_ends_a_silence(
     advances: bool, monkeypatch: pytest.MonkeyPatch

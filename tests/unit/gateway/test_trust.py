@@ -27,6 +27,7 @@ from vllm_mlx_harmony.server.app import application
 ENDLESS = "<|channel|>final<|message|>One" + " two" * 2000
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_engine_that_ignores_the_limit_is_cut(kind: str, stream: bool) -> None:
@@ -42,6 +43,7 @@ def test_engine_that_ignores_the_limit_is_cut(kind: str, stream: bool) -> None:
         assert engine.aborted == 1
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_engine_that_keeps_to_the_limit_ends_its_stream(kind: str) -> None:
     engine = FakeEngine(kind, {"Hello": ENDLESS}, pause=0.02)

@@ -264,6 +264,7 @@ def _times(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(wire, name, seconds)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_times")
 def test_server_without_fault_passes_all_checks() -> None:
     with run_faulty_server(engine=BookEngine(slow=True)) as url:
@@ -279,6 +280,7 @@ def test_each_check_has_fault() -> None:
     assert checks == {name.partition(",")[0] for name in ALL} | slow
 
 
+@pytest.mark.nightly(sample=24)
 @pytest.mark.parametrize("name", ALL)
 def test_fault_fails_only_its_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "FREED_WITHIN_SECONDS", 0.1)
@@ -295,6 +297,7 @@ def test_fault_fails_only_its_check(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert results[check].state == "failed" and results[check].problem and results[check].sent
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_times")
 def test_comments_do_not_count_as_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without pings, a stream only has comments with the progress of the prompt."""
@@ -309,6 +312,7 @@ def test_comments_do_not_count_as_events(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "no event for " in results["wire.messages.waiting"].problem
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_times")
 def test_forgotten_cancelled_prompt_fails_check() -> None:
     with run_faulty_server(engine=BookEngine(slow=True, forgets=True)) as url:

@@ -46,6 +46,7 @@ def test_each_check_has_prompt() -> None:
     assert {*PROMPTS, *others} == {name for name, *_ in formats.ROWS}
 
 
+@pytest.mark.nightly(sample=6)
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("api", APIS)
 def test_only_checks_of_swapped_prompts_fail(api: str, half: int) -> None:
@@ -192,6 +193,7 @@ BESIDE = ("choice-*", "reasoning-*", "system-*", "call-forecast", "remembers", "
 """The checks that run with each of these faults."""
 
 
+@pytest.mark.nightly(sample=8)
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_fails_only_its_checks(kind: str, api: str) -> None:

@@ -19,6 +19,7 @@ from vllm_mlx_harmony.verify import wire
 from vllm_mlx_harmony.verify.suite import CHECKS
 
 
+@pytest.mark.nightly
 def test_all_checks_pass_through_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ID_ENDPOINT_VARIABLE, "1")
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "1")

@@ -428,6 +428,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.nightly(sample=6)
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("kind", ["text/html", "text/plain"])
 def test_hostile_page_is_read_within_bounds(name: str, kind: str) -> None:

@@ -106,6 +106,7 @@ def run_cleanly(host: SingleEngineHost, body: Callable[[], Any]) -> Any:
     return result
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_responses_call_server_with_credentials(
     endpoint: tuple[int, str], stream: bool, caplog: pytest.LogCaptureFixture
@@ -375,6 +376,7 @@ def strange() -> Iterator[ThreadingHTTPServer]:
 FAULTS = ["redirect", "silent", "endless", "no-rpc", "denied"]
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("path", FAULTS)
 def test_unreachable_server_is_an_error(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -431,9 +433,10 @@ def test_url_of_operator_server_is_secret(
         await server.start()
         with pytest.raises(ToolError) as failed:
             await server.call("any", {})
-        assert server.problem in str(failed.value)
+        reason = server.problem
+        assert reason in str(failed.value)
         await server.stop()
-        return server.problem
+        return reason
 
     with strange() as strange_server:
         port = strange_server.server_address[1]

@@ -76,6 +76,7 @@ def test_calls_share_no_state() -> None:
     assert "NameError: name 'kept' is not defined" in within(box, body)
 
 
+@pytest.mark.nightly
 def test_hanging_call_is_killed(tmp_path: Path) -> None:
     """So are its child processes, even if they ignore SIGTERM."""
     box = toolbox(interpreter(*PLAIN, seconds=3))
@@ -93,6 +94,7 @@ def test_hanging_call_is_killed(tmp_path: Path) -> None:
     assert not any(map(runs, map(int, note.read_text().split())))
 
 
+@pytest.mark.nightly
 def test_endless_output_is_cut() -> None:
     box = toolbox(interpreter(*PLAIN))
     code = "while True: print('x' * 1000)"
@@ -100,6 +102,7 @@ def test_endless_output_is_cut() -> None:
     assert "more characters were cut off" in result.text or "bytes of output]" in result.text
 
 
+@pytest.mark.nightly
 def test_failing_sandbox_is_an_error() -> None:
     box = toolbox(interpreter("sh", "-c", "echo no such image >&2; exit 125"))
     assert within(box, lambda: call_tool(box, "python", "1")).text == "no such image\n"
@@ -123,6 +126,7 @@ def _namespaces_work() -> bool:
     return bool(probe) and subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not _namespaces_work(), reason="no namespaces without privileges here")
 def test_sandbox_has_no_network() -> None:
     """Linux namespaces: no network, no outside processes, and all its own end with the sandbox."""

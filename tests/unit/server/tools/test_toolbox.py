@@ -63,6 +63,7 @@ def test_calls_return_results_and_errors() -> None:
     assert box.counts["slow", "sleep"].seconds >= 1
 
 
+@pytest.mark.nightly
 def test_result_is_cut_to_room() -> None:
     box = toolbox({"big": stdio("big")}, max_output_tokens=1000, max_output_bytes=100_000)
 
@@ -94,6 +95,7 @@ def test_dead_server_is_restarted() -> None:
     assert alive == "alive"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seconds", [600.0, 1.0], ids=["the server's limit", "the turn's"])
 def test_hanging_server_is_restarted(seconds: float) -> None:
     """A call that takes too long is no proof: a server that still lists its tools is kept."""
@@ -160,6 +162,7 @@ def test_start_returns_while_a_silent_server_is_still_closed() -> None:
     assert within(box, problem) == "it does not respond"
 
 
+@pytest.mark.nightly
 def test_changed_tool_list_is_read_again() -> None:
     box = toolbox({"changing": stdio("changing")})
 
@@ -213,6 +216,7 @@ def test_concurrent_calls_are_limited() -> None:
     assert len(counts) == 6 and max(counts) == 2
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
 def test_http_server_is_reconnected(transport: str) -> None:
     port = free_port()
@@ -338,6 +342,7 @@ def test_invalid_server_names_are_replaced() -> None:
     assert [namespace.problem for namespace in box.namespaces] == ["it is not started"] * 3
 
 
+@pytest.mark.nightly
 def test_other_server_named_browser_gets_an_alias() -> None:
     """A server that merely has the name does not get the description gpt-oss was trained with."""
     box = toolbox({"browser": stdio("weather"), "python": stdio("slow")})
