@@ -74,7 +74,7 @@ FRONT_ENDS = Environment(
 """All optional packages, but for mlx."""
 BELOW_HOST = {
     python: Environment(f"core-{python}", ("test",), absent=HOST, python=python)
-    for python in ("3.11", "3.12", "3.13", "3.14")
+    for python in ("3.11", "3.12", "3.13", "3.14", "3.15")
 }
 FORK = Environment(
     "oss-harmony", ("test",), ("fork",), HOST, without=("openai-harmony",), python=FORK_PYTHON
@@ -492,7 +492,7 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         "release",
-        "all distributions and a Homebrew formula are built and checked, below dist",
+        "all distributions are built and checked, below dist",
         RELEASE,
         (("python", "ci/release.py"),),
         group="",

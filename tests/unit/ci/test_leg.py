@@ -342,7 +342,7 @@ def test_names_are_unique_and_all_excludes_long_legs() -> None:
     assert len(names) == len(set(names))
     everything = {entry.name for entry in leg.chosen(["everything"])}
     pythons = {entry.environment.python for entry in leg.chosen(["everything"])}
-    assert pythons == {"3.11", "3.12", "3.13", "3.14"}
+    assert pythons == {"3.11", "3.12", "3.13", "3.14", "3.15"}
     long = {
         "agents",
         "attack",

@@ -1,11 +1,10 @@
-"""What is published: the links of README, the changelog's heading, the wheels of the formula."""
+"""What is published: the links of README, and the changelog's heading."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -78,55 +77,3 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_release_needs_a_dated_heading(release: Any, heading: str, expected: bool) -> None:
     changelog = f"# Changelog\n\n## {heading}\n\n## [1.0.0] - 2026-01-01\n"
     assert release.is_dated(changelog, "1.2.0") is expected
-
-
-def wheel(name: str) -> dict[str, Any]:
-    return {"url": f"https://files/{name}", "hashes": {"sha256": f"digest of {name}"}}
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (("a-1-py3-none-any.whl",), 0),
-        (("a-1-py3-none-any.whl", "a-1-cp312-cp312-macosx_11_0_arm64.whl"), 1),
-        (("a-1-cp312-cp312-macosx_14_0_arm64.whl", "a-1-cp312-cp312-macosx_12_0_arm64.whl"), 0),
-        (("a-1-cp312-cp312-macosx_15_0_arm64.whl", "a-1-cp310-abi3-macosx_11_0_arm64.whl"), 1),
-        (
-            (
-                "a-1-cp312-cp312-macosx_10_13_universal2.whl",
-                "a-1-cp313-cp313-macosx_11_0_arm64.whl",
-            ),
-            0,
-        ),
-        (
-            (
-                "a-1-cp312-cp312-macosx_11_0_x86_64.whl",
-                "a-1-cp312-cp312-manylinux_2_28_aarch64.whl",
-            ),
-            None,
-        ),
-    ],
-)
-def test_best_wheel_is_chosen(release: Any, names: tuple[str, ...], expected: int | None) -> None:
-    wheels = [wheel(name) for name in names]
-    if expected is None:
-        with pytest.raises(ValueError, match=r"no wheel for macOS 14\.0"):
-            release.best(wheels)
-    else:
-        assert release.best(wheels) == wheels[expected]
-
-
-def test_formula_has_urls_and_digests(release: Any, tmp_path: Path) -> None:
-    built = tmp_path / "a_b-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(built, "w") as opened:
-        opened.writestr("a_b-1.0.dist-info/METADATA", "Name: a-b\nVersion: 1.0\n\nReadme")
-    package = {"name": "rich", "wheels": [wheel("rich-1-py3-none-any.whl")]}
-    server = tmp_path / "a_b_server-1.0-py3-none-any.whl"
-    server.write_bytes(b"")
-    text = release.formula(built, server, [package])
-    assert "/packages/py3/a/a-b/a_b-1.0-py3-none-any.whl" in text
-    assert 'resource "a-b-server"' in text
-    assert "/packages/py3/a/a-b-server/a_b_server-1.0-py3-none-any.whl" in text
-    assert 'homepage "https://pypi.org/project/a-b/"' in text
-    assert 'sha256 "digest of rich-1-py3-none-any.whl"' in text
-    assert 'shell_output("#{bin}/vllm-mlx-harmony' in text
