@@ -224,7 +224,7 @@ LEGS: tuple[Leg, ...] = (
         runners=BOTH_RUNNERS,
         group="gate",
         paths=(
-            *package("gateway", "verify", "measure"),
+            *package("gateway", "verify", "bench"),
             *("tests/unit/gateway/", "tests/unit/verify", "examples/"),
         ),
     ),

@@ -1,4 +1,4 @@
-"""Waits for the import of `vllm_mlx.cli`, which `_loading` then handles.
+"""Waits for the import of `vllm_mlx.cli`, which `_import_hook` then handles.
 
 The `.pth` file runs this module at every start of Python. So it is short, because some
 installations compile it each time, and imports only what is loaded already: not even `__future__`.
@@ -29,9 +29,9 @@ def register() -> None:
         return
     sys.meta_path.insert(0, Finder())
     if HOST in sys.modules:
-        from vllm_mlx_harmony import _loading
+        from vllm_mlx_harmony import _import_hook
 
-        _loading.install_hook(vars(sys.modules[HOST]))
+        _import_hook.install_hook(vars(sys.modules[HOST]))
 
 
 def registered() -> bool:
@@ -62,9 +62,9 @@ class Finder:
             return None
         if switched_off():
             return None
-        from vllm_mlx_harmony import _loading
+        from vllm_mlx_harmony import _import_hook
 
         if name == SERVER:
-            _loading.warn_if_requested(sys.orig_argv)
+            _import_hook.warn_if_requested(sys.orig_argv)
             return None
-        return _loading.find_spec(self, name, path, target)
+        return _import_hook.find_spec(self, name, path, target)

@@ -15,8 +15,8 @@ from vllm_mlx_harmony.cli.errors import UsageError, number
 from vllm_mlx_harmony.cli.verify import add_server, connected, read_results, require, write_results
 
 if TYPE_CHECKING:
-    from vllm_mlx_harmony.measure.plan import Measurement, Point
-    from vllm_mlx_harmony.measure.requests import Client, Message
+    from vllm_mlx_harmony.bench.plan import Measurement, Point
+    from vllm_mlx_harmony.bench.requests import Client, Message
 
 PACKAGES = ("httpx", "httpx_sse")
 RESTART = 8_000
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     require("bench", PACKAGES)
-    from vllm_mlx_harmony.measure import results
+    from vllm_mlx_harmony.bench import results
 
     console = Console(highlight=False)
     if options.compare:
@@ -79,11 +79,11 @@ class Run:
 
     def own(self, model: Path) -> None:
         """Measures a server of this package, which is then started again with its disk cache."""
+        from vllm_mlx_harmony.bench.plan import Point
+        from vllm_mlx_harmony.bench.requests import SHORT_ANSWER_TOKENS
         from vllm_mlx_harmony.cli.process import serving
         from vllm_mlx_harmony.cli.screen import busy
-        from vllm_mlx_harmony.cli.stand_in import home_directory
-        from vllm_mlx_harmony.measure.plan import Point
-        from vllm_mlx_harmony.measure.requests import SHORT_ANSWER_TOKENS
+        from vllm_mlx_harmony.cli.standin import home_directory
 
         if not model.is_dir():
             raise UsageError(f"{model} is not a model's directory")
@@ -115,7 +115,7 @@ class Run:
         self, use: Callable[[Client, int | None], Coroutine[None, None, None]]
     ) -> None:
         """Calls ``use`` with a client and the model's context. Raises ``UsageError``."""
-        from vllm_mlx_harmony.measure.requests import Client
+        from vllm_mlx_harmony.bench.requests import Client
         from vllm_mlx_harmony.verify import trial
 
         async with connected(self.options, purpose="measured") as (http, self.model, context):
@@ -129,7 +129,7 @@ class Run:
         """
         import httpx
 
-        from vllm_mlx_harmony.measure.plan import plan
+        from vllm_mlx_harmony.bench.plan import plan
         from vllm_mlx_harmony.verify.report import progress
         from vllm_mlx_harmony.verify.values import Failed
 

@@ -17,7 +17,7 @@ from vllm_mlx_harmony.cli.parse import parse
 from vllm_mlx_harmony.cli.process import serving
 from vllm_mlx_harmony.cli.render import prompt
 from vllm_mlx_harmony.cli.screen import show_log, show_turn
-from vllm_mlx_harmony.cli.stand_in import home_directory, require_host, written
+from vllm_mlx_harmony.cli.standin import home_directory, require_host, written
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Kind
 from vllm_mlx_harmony.standin import Script

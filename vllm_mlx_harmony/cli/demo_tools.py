@@ -16,7 +16,7 @@ from rich.console import Console
 from vllm_mlx_harmony.cli.client import post
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.process import python, serving
-from vllm_mlx_harmony.cli.stand_in import home_directory, written
+from vllm_mlx_harmony.cli.standin import home_directory, written
 from vllm_mlx_harmony.standin import Script
 
 QUESTION = "How many seconds do 17 weeks have?"

@@ -35,7 +35,7 @@ Flags override variables, and variables override the file. SIGHUP reloads the fi
 LOCAL = "mlx:"
 """``mlx:MODEL`` as the first argument is ``--engine mlx:MODEL``."""
 
-COMMANDS = {"keys": "gateway_keys", "usage": "gateway_usage", "stand-in": "gateway_stand_in"}
+COMMANDS = {"keys": "gateway_keys", "usage": "gateway_usage", "stand-in": "gateway_standin"}
 """The commands around the gateway, and their modules."""
 
 

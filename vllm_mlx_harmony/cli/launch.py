@@ -35,7 +35,7 @@ from vllm_mlx_harmony.cli.agents import (
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS, Weights
 from vllm_mlx_harmony.cli.process import LOCAL
-from vllm_mlx_harmony.cli.stand_in import require_host
+from vllm_mlx_harmony.cli.standin import require_host
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.model_files import FILES
 from vllm_mlx_harmony.standin import Script

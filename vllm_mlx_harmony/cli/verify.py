@@ -58,11 +58,13 @@ def main(arguments: Sequence[str], prog: str = "vllm-mlx-harmony verify") -> int
     )
     parser.add_argument(
         "--stand-in",
+        dest="standin",
         action="store_true",
         help="check this package's own server, with a scripted stand-in model",
     )
     parser.add_argument(
         "--write-stand-in",
+        dest="write_standin",
         metavar="DIR",
         help="write the scripted stand-in model to DIR, for any server of mlx-lm's models",
     )
@@ -76,23 +78,23 @@ def main(arguments: Sequence[str], prog: str = "vllm-mlx-harmony verify") -> int
         shown, right = report.compared(*(read_results(name, "verify") for name in options.compare))
         console.print(shown)
         return int(not right)
-    if options.write_stand_in:
+    if options.write_standin:
         from vllm_mlx_harmony import standin
         from vllm_mlx_harmony.verify.samples import SCRIPTS
 
         console.print(
-            f"serve {standin.write(Path(options.write_stand_in), SCRIPTS)}", soft_wrap=True
+            f"serve {standin.write(Path(options.write_standin), SCRIPTS)}", soft_wrap=True
         )
         return 0
-    if options.stand_in == (options.url is not None):
+    if options.standin == (options.url is not None):
         raise UsageError("give the URL of a server, or --stand-in")
     cases = tuple(_case(name) for name in options.case)
     if not (checks := cases or chosen(suite.CHECKS, options.only)):
         raise UsageError(f"no check is called {' or '.join(options.only)}: see docs/verify.md")
     screen = report.Screen(console, checks)
     with ExitStack() as stack:
-        if options.stand_in:
-            options.url, options.key = stack.enter_context(_standing_in(console)), KEY
+        if options.standin:
+            options.url, options.key = stack.enter_context(_standin_server(console)), KEY
         model = asyncio.run(_run(options, screen))
     console.print(report.verdict(checks, screen.outcomes))
     results = report.document(model, options.repeat, screen.outcomes)
@@ -123,11 +125,11 @@ def _case(name: str) -> Check:
 
 
 @contextmanager
-def _standing_in(console: Console) -> Iterator[str]:
+def _standin_server(console: Console) -> Iterator[str]:
     """A server of the scripted stand-in; its URL."""
     from vllm_mlx_harmony.cli.process import serving
     from vllm_mlx_harmony.cli.screen import busy
-    from vllm_mlx_harmony.cli.stand_in import home_directory, written
+    from vllm_mlx_harmony.cli.standin import home_directory, written
     from vllm_mlx_harmony.verify.samples import SCRIPTS
 
     with ExitStack() as stack:

@@ -169,7 +169,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
     """Configures engines and caches by flags and settings. Raises HostError for an invalid one."""
     from vllm_mlx_harmony.engine import resources
-    from vllm_mlx_harmony.host import flags, summary, tools
+    from vllm_mlx_harmony.host import flags, startup_banner, tools
 
     named_flags = flags.given(args)
     options = resources.engine_options(args, resources.configured_options(settings))
@@ -183,9 +183,9 @@ def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
     )
     without_effect = flags.without_effect(named_flags, enabled=resources.budget() > 0)
     running = tools.start_browser(settings, getattr(args, "mcp_config", None))
-    summary.set_flags(args, without_effect, running, inspected=settings.inspect)
+    startup_banner.set_flags(args, without_effect, running, inspected=settings.inspect)
     if path := getattr(args, "models_config", None):
-        summary.show(("models", f"{path}, loaded on demand"))
+        startup_banner.show(("models", f"{path}, loaded on demand"))
 
 
 def _warn(message: str) -> None:

@@ -45,19 +45,19 @@ NAMES: tuple[Name, ...] = (
         "vllm_mlx.server:load_model",
         "makes our engine for the only model, a Harmony model; prints what is served",
         "model_name use_batching ...",
-        replacement=f"{_OURS}.loading:load_model",
+        replacement=f"{_OURS}.engine_factories:load_model",
     ),
     Patch(
         "vllm_mlx.server:_build_engine",
         "makes our engine for a model that is loaded on demand",
         "spec",
-        replacement=f"{_OURS}.loading:build_engine",
+        replacement=f"{_OURS}.engine_factories:build_engine",
     ),
     Patch(
         "vllm_mlx.model_registry:ModelManager._instantiate_model",
         "makes our engine for one of several models",
         "self entry resolved_source",
-        replacement=f"{_OURS}.loading:instantiate_model",
+        replacement=f"{_OURS}.engine_factories:instantiate_model",
     ),
     Patch(
         "vllm_mlx.server:init_mcp",
@@ -70,7 +70,7 @@ NAMES: tuple[Name, ...] = (
         "computes --warm-prompts as requests render them",
         "engine prompts max_tokens",
         required=False,
-        replacement=f"{_OURS}.loading:warm_prefix_cache",
+        replacement=f"{_OURS}.engine_factories:warm_prefix_cache",
     ),
     Patch(
         "uvicorn.main:Server",
@@ -160,7 +160,7 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
         "reports in one line why the only model cannot be downloaded",
         "model_name config is_mllm",
         required=False,
-        replacement=f"{_OURS}.loading:ensure_model_downloaded",
+        replacement=f"{_OURS}.engine_factories:ensure_model_downloaded",
     )
     return (
         *NAMES,

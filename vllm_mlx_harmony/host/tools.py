@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.host.server_globals import server
-from vllm_mlx_harmony.host.summary import WIDTH
+from vllm_mlx_harmony.host.startup_banner import WIDTH
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools import config
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox

@@ -262,7 +262,7 @@ def test_all_agents_use_one_server(home: Path, became: list[Any], capsys: Any) -
 def launch_in_background(model: Path, became: list[Any]) -> None:
     """Without the check for the host, which is not installed everywhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_mlx_harmony.cli.stand_in.require_host", lambda what: None)
+        patch.setattr("vllm_mlx_harmony.cli.standin.require_host", lambda what: None)
         run_launch("codex", str(model))
 
 
@@ -400,7 +400,7 @@ def test_help_has_every_agent(capsys: Any) -> None:
 
 
 @pytest.mark.served
-def test_stand_in_uses_the_shell_of_any_agent(
+def test_standin_uses_the_shell_of_any_agent(
     home: Path, became: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real server, started by `launch`: every tool of `SHELLS` is called and answered."""

@@ -14,7 +14,7 @@ from vllm_mlx_harmony.cli import process
 
 
 @pytest.mark.served
-def test_stand_in_passes_every_check(
+def test_standin_passes_every_check(
     forked: Callable[..., AbstractContextManager[process.Running]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

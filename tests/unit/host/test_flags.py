@@ -19,7 +19,7 @@ from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.mlx_engine import Options
 from vllm_mlx_harmony.engine.scheduler import BatchLimits
-from vllm_mlx_harmony.host import activation, flags, summary, tools
+from vllm_mlx_harmony.host import activation, flags, startup_banner, tools
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools import browser
 
@@ -172,7 +172,7 @@ def test_disabled_prefix_cache_is_not_called_on(
 def test_startup_log_has_the_size_of_the_prefix_cache(line: str, expected: str) -> None:
     try:
         activation._apply(parse(*line.split()), ServerSettings(cache=7 * MB))
-        assert dict(summary._common())["prefix cache"] == expected
+        assert dict(startup_banner._common())["prefix cache"] == expected
     finally:
         activation._apply(parse(), ServerSettings())
 
@@ -251,8 +251,8 @@ def test_mllm_flag_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_next_command_has_the_address_of_the_server(host: str, port: int, url: str) -> None:
-    summary.set_flags(argparse.Namespace(host=host, port=port), ())
-    assert dict(summary._common())["next"] == f"vllm-mlx-harmony launch codex{url}"
+    startup_banner.set_flags(argparse.Namespace(host=host, port=port), ())
+    assert dict(startup_banner._common())["next"] == f"vllm-mlx-harmony launch codex{url}"
 
 
 def test_startup_log_has_web_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +272,8 @@ def test_startup_log_has_web_search(monkeypatch: pytest.MonkeyPatch) -> None:
     activation._check(parse(), replace(settings, tools=Use.ALL))
     lines = tools.start_browser(settings, None)
     assert tools.running is not None and tools.running.use is Use.ON
-    summary.set_flags(argparse.Namespace(), (), lines)
-    assert [value for name, value in summary._common() if name == "tools"] == [
+    startup_banner.set_flags(argparse.Namespace(), (), lines)
+    assert [value for name, value in startup_banner._common() if name == "tools"] == [
         "browser: search, open, find",
         "the web is searched with ddgs, and pages are opened from here",
     ]

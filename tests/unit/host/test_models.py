@@ -15,7 +15,7 @@ pytest.importorskip("vllm_mlx", reason="needs the host")
 
 from vllm_mlx_harmony import model_files
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import loading
+from vllm_mlx_harmony.host import engine_factories
 from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine, NotHarmony
 from vllm_mlx_harmony.model_files import is_harmony_model
 
@@ -31,7 +31,7 @@ def other(tmp_path: Path) -> Path:
 
 def test_directory_of_another_model_is_not_loaded(other: Path) -> None:
     loaded: list[str] = []
-    load = loading.load_model(lambda model_name, *_, **__: loaded.append(model_name))
+    load = engine_factories.load_model(lambda model_name, *_, **__: loaded.append(model_name))
     with pytest.raises(NotHarmony, match="org/name"):
         load("org/name", model_path=str(other))
     with pytest.raises(NotHarmony):
@@ -45,7 +45,7 @@ def test_other_models_get_the_hosts_own_engines(other: Path) -> None:
     async def instantiate(*arguments: Any) -> Any:
         return arguments
 
-    engine = loading.instantiate_model(instantiate)(None, "entry", path)
+    engine = engine_factories.instantiate_model(instantiate)(None, "entry", path)
     assert asyncio.run(engine) == (None, "entry", path)
 
 
@@ -57,10 +57,10 @@ def test_one_of_several_models_has_its_configured_name(
     async def theirs(manager: Any, *_: object) -> Any:
         return manager._engine_factory(SimpleNamespace())
 
-    monkeypatch.setattr(loading, "is_harmony_model", lambda _: True)
+    monkeypatch.setattr(engine_factories, "is_harmony_model", lambda _: True)
     entry: Any = SimpleNamespace(name="small", source="org/name")
     manager: Any = SimpleNamespace()
-    engine = asyncio.run(loading.instantiate_model(theirs)(manager, entry, str(tmp_path)))
+    engine = asyncio.run(engine_factories.instantiate_model(theirs)(manager, entry, str(tmp_path)))
     assert isinstance(engine, HarmonyEngine)
     assert (engine.model_name, engine.path) == ("small", str(tmp_path))
     assert vars(manager) == {}, "its own factory stays"
@@ -83,7 +83,7 @@ def test_tokenizer_is_read_once_in_a_thread(
     assert is_harmony_model(str(tmp_path)) is None
     path = str(request.getfixturevalue("other"))
     for _ in range(2):
-        engine = loading.instantiate_model(theirs)(None, "entry", path)  # type: ignore[arg-type]
+        engine = engine_factories.instantiate_model(theirs)(None, "entry", path)  # type: ignore[arg-type]
         assert asyncio.run(engine) == "theirs"
     assert len(readers) == 1 and threading.current_thread() not in readers
 

@@ -16,7 +16,7 @@ import vllm_mlx.server
 
 from vllm_mlx_harmony import host, standin
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import loading
+from vllm_mlx_harmony.host import engine_factories
 
 Refused = Callable[..., str]
 
@@ -143,7 +143,7 @@ def test_unloadable_model_is_rejected(
     damage(model)
     monkeypatch.setattr(vllm_mlx.server, "_engine", object())
     with pytest.raises(HostError) as raised:
-        loading.load_model(lambda *_, **__: None)(str(model))
+        engine_factories.load_model(lambda *_, **__: None)(str(model))
     message = raised.value.message
     assert message.startswith(f"{model} cannot be loaded: ") and expected in message
     assert "\n" not in message
@@ -154,5 +154,5 @@ def test_failed_download_is_an_error() -> None:
         raise RuntimeError(f"Failed to download {name!r}.\nRun the same command again.")
 
     with pytest.raises(HostError) as raised:
-        loading.ensure_model_downloaded(download)("org/name")
+        engine_factories.ensure_model_downloaded(download)("org/name")
     assert raised.value.message == "Failed to download 'org/name'. Run the same command again."

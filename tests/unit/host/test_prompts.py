@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults, Effort
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
-from vllm_mlx_harmony.host import adapter, contract, loading
+from vllm_mlx_harmony.host import adapter, contract, engine_factories
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine
 from vllm_mlx_harmony.protocols import chat
@@ -134,7 +134,7 @@ def test_other_models_are_warmed_up_by_the_host(run: Run) -> None:
         return arguments, keywords
 
     other = SimpleNamespace()
-    warmed = run(loading.warm_prefix_cache(own)(other, [[ASK]], max_tokens=2))
+    warmed = run(engine_factories.warm_prefix_cache(own)(other, [[ASK]], max_tokens=2))
     assert warmed == ((other, [[ASK]]), {"max_tokens": 2})
 
 

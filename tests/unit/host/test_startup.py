@@ -63,7 +63,7 @@ def site(tmp_path: Path) -> Path:
     ours = tmp_path / "vllm_mlx_harmony"
     (ours / "host").mkdir(parents=True)
     (ours / "host" / "__init__.py").write_text(HOST)
-    for name in ("__init__.py", "_startup.py", "_loading.py"):
+    for name in ("__init__.py", "_startup.py", "_import_hook.py"):
         (ours / name).write_bytes((PACKAGE / "vllm_mlx_harmony" / name).read_bytes())
     return tmp_path
 
@@ -238,7 +238,7 @@ def test_failed_install_is_one_line_and_the_host_runs(
 
 
 def test_half_removed_package_does_not_stop_python(site: Path) -> None:
-    (site / "vllm_mlx_harmony" / "_loading.py").unlink()
+    (site / "vllm_mlx_harmony" / "_import_hook.py").unlink()
     assert printed_lines(site, ARM + "print('fine')") == ["fine"]
 
 

@@ -11,8 +11,8 @@ from faulty_server import BookEngine, Fault, Reply, run_faulty_server
 from scripted_host import KEY
 
 from vllm_mlx_harmony.__main__ import main
-from vllm_mlx_harmony.measure import results
-from vllm_mlx_harmony.measure.plan import CURVES, STORY, TURNS, plan
+from vllm_mlx_harmony.bench import results
+from vllm_mlx_harmony.bench.plan import CURVES, STORY, TURNS, plan
 from vllm_mlx_harmony.standin import Script
 
 TALE = Script(STORY, "<|channel|>final<|message|>" + "one and one\n" * 400, delay_ms=1)

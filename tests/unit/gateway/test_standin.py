@@ -21,7 +21,7 @@ from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
-from vllm_mlx_harmony.gateway.stand_in import TEXT, Host, StandIn, application
+from vllm_mlx_harmony.gateway.standin import TEXT, Host, StandinEngine, application
 from vllm_mlx_harmony.server import enforcement, ids
 
 MODEL, KEY = "gpt-oss-20b", "key-of-the-engine"
@@ -45,7 +45,7 @@ def url() -> Iterator[str]:
         patch.setenv(ids.ID_ENDPOINT_VARIABLE, "1")
         patch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
         settings = GatewaySettings(engines=(), model=MODEL, keys=(Key("gateway", digest(KEY)),))
-        with run_server(application(Host(settings, StandIn(MODEL, 0.0)))) as engine:
+        with run_server(application(Host(settings, StandinEngine(MODEL, 0.0)))) as engine:
             over = GatewaySettings(engines=(Spec(engine, key=KEY),), model=MODEL)
             with run_server(gateway(over)) as url:
                 yield url
@@ -56,7 +56,7 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def test_stand_in_is_detected_with_its_context(url: str) -> None:
+def test_standin_is_detected_with_its_context(url: str) -> None:
     ready = httpx.get(f"{url}/ready", timeout=180).json()
     assert [engine["up"] for engine in ready["engines"]] == [True], ready
     (listed,) = httpx.get(f"{url}/v1/models", timeout=180).json()["data"]

@@ -10,7 +10,7 @@ from functools import partial
 from statistics import median
 from typing import TypeAlias
 
-from vllm_mlx_harmony.measure.requests import (
+from vllm_mlx_harmony.bench.requests import (
     SHORT_ANSWER_TOKENS,
     TOOL,
     Client,

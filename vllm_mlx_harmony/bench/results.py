@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from rich.table import Table
 
-from vllm_mlx_harmony.measure.plan import CURVES, Point
+from vllm_mlx_harmony.bench.plan import CURVES, Point
 from vllm_mlx_harmony.verify import page
 from vllm_mlx_harmony.verify.report import grid, versions
 

@@ -41,7 +41,7 @@ ENDINGS = (
 replaces a token of the text that is not."""
 
 
-class StandIn:
+class StandinEngine:
     """The engine. ``pace``: seconds between two tokens."""
 
     context_length: int | None = 131_072
@@ -82,7 +82,7 @@ class StandIn:
 class Host(Gateway):
     """A gateway whose engine is in its own process."""
 
-    def __init__(self, settings: GatewaySettings, engine: StandIn) -> None:
+    def __init__(self, settings: GatewaySettings, engine: StandinEngine) -> None:
         super().__init__(settings)
         self._engine = engine
 
@@ -100,7 +100,7 @@ class Host(Gateway):
 def serve(settings: GatewaySettings, pace: float) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
     os.environ[ids.ID_ENDPOINT_VARIABLE] = "1"
-    host = Host(settings, StandIn(settings.model, pace))
+    host = Host(settings, StandinEngine(settings.model, pace))
     app = application(host, host.sharing)
     config = uvicorn.Config(
         app,

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("--key is empty; omit it to serve without a key")
     if not parsed.tokens_per_second > 0:
         raise UsageError("--tokens-per-second must be greater than 0")
-    from vllm_mlx_harmony.gateway import stand_in
+    from vllm_mlx_harmony.gateway import standin
     from vllm_mlx_harmony.gateway.limits import digest
     from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 
@@ -46,4 +46,4 @@ def main(arguments: Sequence[str]) -> int:
         port=parsed.port,
         keys=(Key("gateway", digest(parsed.key)),) if parsed.key else (),
     )
-    return stand_in.serve(settings, 1 / parsed.tokens_per_second)
+    return standin.serve(settings, 1 / parsed.tokens_per_second)

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.prefix_cache import SHARED_TENANT
-from vllm_mlx_harmony.host import entry_points, summary
+from vllm_mlx_harmony.host import entry_points, startup_banner
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, RegisteredModel, server
 from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine, NotHarmony, engine_of
 from vllm_mlx_harmony.model_files import TOKENIZER, is_harmony_model
@@ -55,7 +55,7 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
                 raise cannot_be_loaded(path, error) from error
             vllm._engine = engine
             prepare_process()
-        summary.show_model(path, engine_of(vllm._engine))
+        startup_banner.show_model(path, engine_of(vllm._engine))
         return result
 
     return load
