@@ -107,11 +107,11 @@ def lists_harmony(model: str) -> bool:
 
 def _lists_harmony(content: bytes) -> bool:
     return all(pattern.search(content) for pattern in CONTROL_TOKENS) and all(
-        _listed(token, content) == number for token, number in TOKENS
+        _id_of(token, content) == number for token, number in TOKENS
     )
 
 
-def _listed(token: bytes, content: bytes) -> int | None:
+def _id_of(token: bytes, content: bytes) -> int | None:
     """The id of ``token`` in the content of a ``tokenizer.json``."""
     key = b'"%s":' % token
     at = content.find(key)  # much faster than a search for a pattern

@@ -490,8 +490,8 @@ class _Converter:
             return "[key: string]", True
         texts = [name for name in names if isinstance(name, str)]
         undeclared = [name for name in texts if name not in schema.get("properties", {})]
-        listed = " | ".join(map(_dumps, undeclared))
-        key = f"[key in {listed}]" if undeclared else ""
+        names_type = " | ".join(map(_dumps, undeclared))
+        key = f"[key in {names_type}]" if undeclared else ""
         return key, set(undeclared) <= set(schema.get("required", ()))
 
 

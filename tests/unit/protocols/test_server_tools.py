@@ -110,7 +110,7 @@ def responses_events(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events between the first two and the last, without numbers, and the final response."""
     body = {"model": "m", "input": "Hi", "tools": TOOLS, "stream": True, **fields}
-    request = read(body, DEFAULTS, Reverse(), listed=frozenset({"weather"}))
+    request = read(body, DEFAULTS, Reverse(), listed_labels=frozenset({"weather"}))
     emitter = request.emitter(INFO)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     assert events.pop() == DONE
@@ -121,7 +121,9 @@ def responses_events(
     )
     final = documents[-1]["response"]
 
-    unstreamed = read({**body, "stream": False}, DEFAULTS, Reverse(), listed=frozenset({"weather"}))
+    unstreamed = read(
+        {**body, "stream": False}, DEFAULTS, Reverse(), listed_labels=frozenset({"weather"})
+    )
     collecting = unstreamed.emitter(INFO)
     assert [event for delta in deltas for event in collecting.feed(delta)] == []
     if documents[-1]["type"] != "response.failed":
@@ -459,7 +461,7 @@ def test_responses_cut_call_needs_no_approval(end: Delta) -> None:
 
 def test_responses_call_awaiting_approval_is_no_item() -> None:
     body = {"model": "m", "input": "Hi", "tools": [{**WEATHER, "require_approval": "always"}]}
-    emitter = read(body, DEFAULTS, Reverse(), listed=frozenset({"weather"})).emitter(INFO)
+    emitter = read(body, DEFAULTS, Reverse(), listed_labels=frozenset({"weather"})).emitter(INFO)
     snapshots = []
     for delta in [Started(80), *call_deltas("weather.now", "{}"), STOP]:
         emitter.feed(delta)

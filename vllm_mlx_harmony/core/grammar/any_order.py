@@ -186,8 +186,8 @@ def _texts(schemas: Iterable[Schema]) -> _Texts:
     texts: _Texts = None
     for schema in schemas:
         for values in literals(schema):
-            listed = {text: None for text in values if isinstance(text, str)}
-            texts = listed if texts is None else {text: None for text in texts if text in listed}
+            strings = {text: None for text in values if isinstance(text, str)}
+            texts = strings if texts is None else {text: None for text in texts if text in strings}
     return texts
 
 
@@ -383,8 +383,8 @@ class _RuleWriter:
             own = set.intersection(*map(kinds, schemas))
             found |= own
             if "string" in own:
-                listed = _texts(schemas)
-                texts = None if texts is None or listed is None else {**texts, **listed}
+                own_texts = _texts(schemas)
+                texts = None if texts is None or own_texts is None else {**texts, **own_texts}
             if "array" in own:
                 arrays.append(
                     tuple(schema for schema in schemas if not _OF_ARRAYS.isdisjoint(schema))
@@ -458,8 +458,8 @@ class _RuleWriter:
     def allowed_names(self, schemas: Iterable[Schema]) -> _Texts:
         """The names that ``propertyNames`` lists; ``None`` if it lists none."""
         names = [schema["propertyNames"] for schema in schemas if "propertyNames" in schema]
-        listed = [*map(_texts, self.both(map(self.alternatives, names)))]
-        return None if None in listed else dict.fromkeys(chain.from_iterable(listed))  # type: ignore[arg-type]
+        name_sets = [*map(_texts, self.both(map(self.alternatives, names)))]
+        return None if None in name_sets else dict.fromkeys(chain.from_iterable(name_sets))  # type: ignore[arg-type]
 
     def rest(self, schema: Schema) -> AnySchema:
         """The schema of undeclared members: they may match any of ``patternProperties``."""

@@ -238,10 +238,10 @@ class _Rewriter:
             names = {} if names else {"enum": []}
         if not names:
             return {}
-        listed = _listed(names)
-        if listed is None or len(listed) > MAX_NAMES or names.keys() - {"type", "enum", "const"}:
+        values = _enum_values(names)
+        if values is None or len(values) > MAX_NAMES or names.keys() - {"type", "enum", "const"}:
             return None
-        texts = [name for name in listed if isinstance(name, str) and "string" in kinds(names)]
+        texts = [name for name in values if isinstance(name, str) and "string" in kinds(names)]
         # Properties come in the order in which they are declared.
         declared = [name for name in schema.get("properties", ()) if name in texts]
         allowed = dict.fromkeys([*declared, *texts], True)
@@ -251,10 +251,10 @@ class _Rewriter:
 
 def _are_different(one: AnySchema, other: AnySchema) -> bool:
     """Whether both list values, none of them the same."""
-    left, right = _listed(one), _listed(other)
+    left, right = _enum_values(one), _enum_values(other)
     return left is not None and right is not None and not any(value in right for value in left)
 
 
-def _listed(schema: AnySchema) -> Sequence[object] | None:
+def _enum_values(schema: AnySchema) -> Sequence[object] | None:
     """The values of ``const`` or ``enum``."""
     return None if isinstance(schema, bool) else next(iter(literals(schema)), None)

@@ -83,13 +83,13 @@ def deleted(key: str) -> Document:
 def conversation_items(items: Sequence[Item], taken: set[str], id_seed: str) -> list[Document]:
     """``items`` as they are read back. An id that is ``taken`` is replaced."""
     info = ResponseInfo(id_seed, 0, "")
-    listed = input_items(items, info)
-    for at, document in enumerate(listed):
+    documents = input_items(items, info)
+    for at, document in enumerate(documents):
         if document["id"] in taken:
             prefix = str(document["id"]).partition("_")[0]
             document["id"] = f"{prefix}_{key_of(info, at)}"
         taken.add(document["id"])
-    return listed
+    return documents
 
 
 def item_list(items: Sequence[Mapping[str, object]]) -> Document:

@@ -218,7 +218,7 @@ class Emitter:
         created = self.create()
         self._status = IN_PROGRESS
         begun = [*created, *self._write_response("response.in_progress")]
-        for namespace in self.options.listed:
+        for namespace in self.options.tool_lists:
             index = len(self._output)
             item, events = tool_list(index, key_of(self.info, FIRST_LIST + index), namespace)
             self._output.append(item)

@@ -64,7 +64,7 @@ class ItemReader:
     notes: list[str] = field(default_factory=list)
     server: ServerTools = field(default_factory=ServerTools)
     approved: set[str] = field(default_factory=set)
-    _asked: set[str] = field(default_factory=set)  # the ids of calls that had to be approved
+    _approval_requests: set[str] = field(default_factory=set)  # ids of calls
     _local_ids: dict[str, str] = field(default_factory=dict)  # ids of calls, by those of the items
     _lost: bool = False  # whether an item that was referred to is not stored
 
@@ -276,13 +276,13 @@ class ItemReader:
         name = recipient_of(self.server.available, item.server_label, item.name)
         arguments = call_arguments(item.arguments, f"{where}.arguments")
         key = call_id(item.id or where)
-        asked = call_id(item.approval_request_id or "")
-        if item.type == "mcp_call" and asked in self._asked:
-            key = asked
+        request_id = call_id(item.approval_request_id or "")
+        if item.type == "mcp_call" and request_id in self._approval_requests:
+            key = request_id
         else:
             yield ServerCall(key, name, code_in(arguments) if name == PYTHON else arguments)
         if item.type == "mcp_approval_request":
-            self._asked.add(key)
+            self._approval_requests.add(key)
         else:
             text = self._output_text(item, where)
             yield ServerResult(key, name, text or _error_text(item.error) or NOT_RUN)

@@ -137,17 +137,17 @@ class OutputOptions:
     """How a request wants its output to be written.
 
     ``cipher`` is given if the request asked for encrypted reasoning. ``server`` has the tools that
-    the server runs, ``listed`` the servers whose lists of tools the client receives, ``refused``
-    the names of the tools whose failed calls begin the output (`protocols.unavailable`). With
-    ``shows_outputs`` the client receives the output of code, with ``shows_sources`` the URLs that a
-    search found.
+    the server runs, ``tool_lists`` the servers whose lists of tools the client receives,
+    ``refused`` the names of the tools whose failed calls begin the output
+    (`protocols.unavailable`). With ``shows_outputs`` the client receives the output of code, with
+    ``shows_sources`` the URLs that a search found.
     """
 
     tools: Tools
     summarized: bool = False
     cipher: Cipher | None = None
     server: ServerTools = dataclass_field(default_factory=ServerTools)
-    listed: tuple[Namespace, ...] = ()
+    tool_lists: tuple[Namespace, ...] = ()
     refused: tuple[str, ...] = ()
     shows_outputs: bool = False
     shows_sources: bool = False

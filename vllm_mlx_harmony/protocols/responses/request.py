@@ -128,14 +128,14 @@ class ResponsesRequest:
         earlier = [
             read_item({"type": "message", "role": "user", "content": text}) for text in messages
         ]
-        listed = input_items([*earlier, *self._items], info)
+        documents = input_items([*earlier, *self._items], info)
         output = response["output"]
         assert isinstance(output, list)
         return {
             "id": response["id"],
             "object": "response.compaction",
             "created_at": response["created_at"],
-            "output": [*(item for item in listed if item.get("role") == "user"), *output],
+            "output": [*(item for item in documents if item.get("role") == "user"), *output],
             "usage": response["usage"],
         }
 
@@ -173,16 +173,16 @@ def read(
     history: tuple[Message, ...] = (),
     stored: Stored = nothing_stored,
     *,
-    listed: frozenset[str] = frozenset(),
+    listed_labels: frozenset[str] = frozenset(),
     earlier: Sequence[Mapping[str, object]] = (),
 ) -> ResponsesRequest:
     """The request in ``body``, the parsed JSON of ``POST /v1/responses``.
 
     ``history`` is the conversation of ``previous_response_id``; ``stored`` looks up an item of an
-    earlier response, for ``item_reference``; ``listed`` are the labels of the tool servers whose
-    tools the client has already received; ``earlier`` are the items of the ``conversation``, which
-    come before ``input``. Raises only ``RequestError``, naming the field, whatever
-    ``body`` is. Unknown fields are ignored.
+    earlier response, for ``item_reference``; ``listed_labels`` are those of the tool servers
+    whose tools the client has already received; ``earlier`` are the items of the ``conversation``,
+    which come before ``input``. Raises only ``RequestError``, naming the field, whatever ``body``
+    is. Unknown fields are ignored.
     """
     request = validate(ResponsesBody, body)
     reject_unsupported(body, schema.UNSUPPORTED_FIELDS)
@@ -195,9 +195,9 @@ def read(
     declared = ToolReader()
     shown = declared.declare(request.tools or (), "tools")
     declared.known(history)
-    asked = read_server_tools(request.tools or (), defaults.namespaces)
+    server_tools = read_server_tools(request.tools or (), defaults.namespaces)
     calls = {message.id for message in history if isinstance(message, Call)}
-    reader = ItemReader(cipher, declared, defaults, stored, calls, server=asked)
+    reader = ItemReader(cipher, declared, defaults, stored, calls, server=server_tools)
     before = [*map(read_item, earlier)]
     if request.input is None and not (history or before):
         raise required("input")
@@ -212,7 +212,8 @@ def read(
     if all(isinstance(message, declaring) for message in conversation):
         raise RequestError("input is empty: there is nothing to answer", param="input")
     own = list(map(Tool, declared.names))
-    server = replace(asked, namespaces=defaults.default_namespaces(own, asked.namespaces))
+    namespaces = defaults.default_namespaces(own, server_tools.namespaces)
+    server = replace(server_tools, namespaces=namespaces)
     instructions = (Instructions(request.instructions),) if request.instructions else ()
     builtin_tools = defaults.enabled(
         (request.chat_template_kwargs or TemplateOptions()).builtin_tools
@@ -238,7 +239,7 @@ def read(
     turn = replace(turn, fixed_answer="" if compacts else missing.answer)
     include = request.include or ()
     lists = [item.raw for item in (*before, *items) if item.type == "mcp_list_tools"]
-    listed |= {str(document.get("server_label")) for document in lists}
+    listed_labels |= {str(document.get("server_label")) for document in lists}
     repeats = {**repeated(request, defaults), **missing.fields}
     return ResponsesRequest(
         turn=compacting(turn) if compacts else turn,
@@ -260,8 +261,8 @@ def read(
             cipher=cipher if "reasoning.encrypted_content" in include else None,
             server=server,
             refused=missing.refused,
-            listed=(
-                *(namespace for namespace in server.listed if namespace.label not in listed),
+            tool_lists=(
+                *(namespace for namespace in server.mcp if namespace.label not in listed_labels),
                 *_unavailable_servers(request, missing),
             ),
             shows_outputs="code_interpreter_call.outputs" in include,

@@ -127,7 +127,7 @@ def input_items(items: Sequence[Item | SentItem], info: ResponseInfo) -> list[Do
     """``items`` as they were sent, each with the fields that the schema requires of an item that is
     read back: an id, a type, a status, and content as a list of parts.
     """
-    listed: list[Document] = []
+    documents: list[Document] = []
     for at, item in enumerate(items):
         sent = item.raw
         document: Document = {**sent, "type": item.type}
@@ -146,8 +146,8 @@ def input_items(items: Sequence[Item | SentItem], info: ResponseInfo) -> list[Do
                 document["output"] = sent.get("output") or ""
             case "tool_search_call" | "tool_search_output":
                 document["execution"] = sent.get("execution") or "client"
-        listed.append(document)
-    return listed
+        documents.append(document)
+    return documents
 
 
 def _content(message: Document) -> list[Document]:

@@ -283,12 +283,12 @@ def tool_list(index: int, key: str, namespace: Namespace) -> tuple[Document, lis
         for tool in namespace.tools
     ]
     error = namespace.problem or None
-    listed = {**item, "tools": tools, "error": error}
+    finished_item = {**item, "tools": tools, "error": error}
     position = {"item_id": item["id"], "output_index": index}
     outcome = "completed" if error is None else "failed"
-    return listed, [
+    return finished_item, [
         added(index, item),
         pending("response.mcp_list_tools.in_progress", **position),
         pending(f"response.mcp_list_tools.{outcome}", **position),
-        done(index, listed),
+        done(index, finished_item),
     ]

@@ -46,12 +46,12 @@ _NAMESPACES: Mapping[str, tuple[Kind, str]] = {
 class ServerTools:
     """The tools that the server runs for a request: ``namespaces``.
 
-    ``listed`` are those that the request declares as ``mcp``, even if they have no tools now. Their
-    tools are listed in the response. ``available`` are all that the server could run.
+    ``mcp`` are those that the request declares as such, even if they have no tools now: their tools
+    are listed in the response. ``available`` are all that the server could run.
     """
 
     namespaces: tuple[Namespace, ...] = ()
-    listed: tuple[Namespace, ...] = ()
+    mcp: tuple[Namespace, ...] = ()
     available: tuple[Namespace, ...] = ()
     _kinds: Mapping[str, Kind] = field(default_factory=dict)
 
@@ -101,19 +101,17 @@ def read_server_tools(
     if not available:
         return ServerTools()
     chosen: dict[str, Namespace] = {}
-    listed: list[Namespace] = []
+    mcp: list[Namespace] = []
     kinds: dict[str, Kind] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         kind, name = _NAMESPACES.get(tool.type, ("mcp", ""))
         if isinstance(tool, McpTool):
             declared = [_mcp(tool, where, available)]
-            if any(
-                namespace.label == declared[0].label for namespace in (*listed, *chosen.values())
-            ):
+            if any(namespace.label == declared[0].label for namespace in (*mcp, *chosen.values())):
                 problem = f"{where}: {quoted(declared[0].label)} is a duplicate server_label"
                 raise RequestError(problem, param=where)
-            listed += declared
+            mcp += declared
         else:
             declared = [namespace for namespace in available if namespace.name == name]
             if isinstance(tool, WebSearchTool):
@@ -126,7 +124,7 @@ def read_server_tools(
                 if namespace.limits not in (None, WebLimits()):  # also of one that was named before
                     chosen[namespace.name] = replace(known, limits=namespace.limits)
                 kinds.setdefault(namespace.name, kind)
-    return ServerTools(tuple(chosen.values()), tuple(listed), available, kinds)
+    return ServerTools(tuple(chosen.values()), tuple(mcp), available, kinds)
 
 
 def _limited(tool: WebSearchTool, where: str, browser: Namespace) -> Namespace:

@@ -301,8 +301,8 @@ def _choice(
         chosen = Choice(True, _named(requested, tools, known))
     elif requested.type == "allowed_tools" and requested.mode in (None, "auto", "required"):
         allowed = requested.tools or ()
-        listed = _listed(allowed, declared)
-        names = [name for tool, name in known.items() if tool in listed]
+        allowed_tools = _find_allowed(allowed, declared)
+        names = [name for tool, name in known.items() if tool in allowed_tools]
         for index, allowed_tool in enumerate(allowed):
             names += server.chosen(allowed_tool, f"tool_choice.tools[{index}]")
         chosen = Choice(requested.mode == "required", tuple(names))
@@ -339,11 +339,11 @@ def _named(
     return names
 
 
-def _listed(
+def _find_allowed(
     allowed: Sequence[schema.AllowedTool], declared: Collection[DeclaredTool]
 ) -> set[DeclaredTool]:
     """The tools that are ``allowed``. Raises ``RequestError`` for one that is not ``declared``."""
-    listed: set[DeclaredTool] = set()
+    found: set[DeclaredTool] = set()
     known: defaultdict[tuple[str | None, ...], set[DeclaredTool]] = defaultdict(set)
     for declared_tool in declared:
         known[declared_tool.namespace,].add(declared_tool)
@@ -351,11 +351,11 @@ def _listed(
     for index, tool in enumerate(allowed):
         kinds = (SEARCH,) if tool.type == SEARCH else types_chosen(tool.type)
         if kinds:
-            listed |= {declared_tool for declared_tool in declared if declared_tool.kind in kinds}
+            found |= {declared_tool for declared_tool in declared if declared_tool.kind in kinds}
         elif tool.type in ("function", "custom", "namespace"):
             key = (tool.name,) if tool.type == "namespace" else (tool.namespace or "", tool.name)
             if key not in known:
                 where = f"tool_choice.tools[{index}]"
                 raise invalid(where, f"{where} is not among the tools")
-            listed |= known[key]
-    return listed
+            found |= known[key]
+    return found

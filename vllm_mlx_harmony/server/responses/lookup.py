@@ -109,17 +109,24 @@ def read(body: object, defaults: Defaults, references: References) -> ResponsesR
     is not stored, and 400 for one that is still being generated.
     """
     history: tuple[Message, ...] = ()
-    listed: frozenset[str] = frozenset()  # tool servers whose tools the conversation lists
+    listed_labels: frozenset[str] = frozenset()  # tool servers whose tools the conversation lists
     if (response_id := responses.previous_response_id(body)) is not None:
         previous = references.previous(response_id)
         history, tools = previous.messages, previous.document.get("tools") or []
-        listed = frozenset(str(tool.get("server_label")) for tool in tools if tool["type"] == "mcp")
+        labels = (str(tool.get("server_label")) for tool in tools if tool["type"] == "mcp")
+        listed_labels = frozenset(labels)
     earlier: Sequence[Mapping[str, Any]] = ()
     if (conversation_id := responses.conversation_id(body)) is not None:
         earlier = references.conversation(conversation_id)
     cipher = references.caller.cipher
     parsed = responses.read(
-        body, defaults, cipher, history, references.item, listed=listed, earlier=earlier
+        body,
+        defaults,
+        cipher,
+        history,
+        references.item,
+        listed_labels=listed_labels,
+        earlier=earlier,
     )
     for note in parsed.notes:
         logger.info("responses: %s", note)
