@@ -155,7 +155,7 @@ _URL = re.compile(r"https?://\S+")
 # --- Citations
 
 _CITATION = re.compile(r"【(\d{1,6})†(?:L(\d{1,9})(?:-L?(\d{1,9}))?|source)】")
-_BEGUN = re.compile(
+_PARTIAL_CITATION = re.compile(
     r"【(?:\d{1,6}(?:†(?:L(?:\d{1,9}(?:-(?:L?\d{0,9})?)?)?|s(?:o(?:u(?:r(?:ce?)?)?)?)?)?)?)?$"
 )
 """The beginning of a citation at the end of a text."""
@@ -235,8 +235,8 @@ class Citations:
     def _read(self, delta: Text) -> list[Delta]:
         self._logprobs += delta.logprobs
         text = self._text + delta.text
-        begun = _BEGUN.search(text)
-        ready = text if begun is None else text[: begun.start()]
+        partial = _PARTIAL_CITATION.search(text)
+        ready = text if partial is None else text[: partial.start()]
         self._text = text[len(ready) :]
         return self._piece(ready)
 

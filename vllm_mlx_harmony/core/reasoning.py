@@ -92,8 +92,8 @@ class ReasoningWatch:
         """Why reasoning was cut short; empty if it was not."""
         self._limit = reasoning_tokens
         self._loop = Loop(repetitions) if repetitions else None
-        self._over = 0
-        self._asked = False
+        self._ids_past_limit = 0
+        self._end_requested = False
         self._parser = Parser(names, answering=answering)
         self._body_tokens = 0  # ids of reasoning that skipped the parser
         self._after_channel = False
@@ -112,7 +112,7 @@ class ReasoningWatch:
 
     def end(self) -> None:
         """Ends reasoning: what is being written, or what would be next. For any thread."""
-        self._asked = True
+        self._end_requested = True
 
     def idle_for(self, tokens: int) -> bool:
         """Whether the next ``tokens`` ids cannot reach a limit, provided that they are text or the
@@ -125,7 +125,9 @@ class ReasoningWatch:
         elif not self._is_reasoning:
             return True
         limited = self._limit is not None and self.tokens + tokens >= self._limit
-        return not (limited or self._asked) and (self._loop is None or self._loop.away_by(tokens))
+        return not (limited or self._end_requested) and (
+            self._loop is None or self._loop.away_by(tokens)
+        )
 
     def consume(self, token: int) -> None:
         self.forced = self.forced[1:] if self.forced[:1] == (token,) else ()
@@ -154,15 +156,15 @@ class ReasoningWatch:
             return
         looping = self._loop is not None and self._loop.found
         limited = self._limit is not None and self.tokens >= self._limit
-        if not (looping or limited or self._asked):
+        if not (looping or limited or self._end_requested):
             return
-        self._over += 1
+        self._ids_past_limit += 1
         text = "" if last is None else vocab.token_bytes(last).decode("utf-8", "replace")
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return  # within a character
-        if not text[-1:].isalnum() or self._over > GRACE:
+        if not text[-1:].isalnum() or self._ids_past_limit > GRACE:
             reason: ReasoningCut = "repetition" if looping else "budget"
-            self.ended_by = self.ended_by or ("request" if self._asked else reason)
+            self.ended_by = self.ended_by or ("request" if self._end_requested else reason)
             self.forced = (vocab.END, vocab.START, *vocab.encode("assistant"))
 
 

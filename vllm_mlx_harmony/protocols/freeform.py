@@ -69,7 +69,7 @@ def _spelled(character: str) -> str:
     return rf"(?:{character}|\\u(?i:{ord(character):04x}))"
 
 
-def _key_begun() -> str:
+def _partial_key() -> str:
     """A pattern for every beginning of the key, and of what follows it up to the string."""
     pattern = r'(?:"\s*(?::\s*)?)?'
     for character in reversed(INPUT):
@@ -81,7 +81,7 @@ def _key_begun() -> str:
 
 # A model may write every character of the key as an escape: a grammar permits all spellings.
 _OPENING = re.compile(rf'\s*\{{\s*"{"".join(map(_spelled, INPUT))}"\s*:\s*"')
-_OPENING_BEGUN = re.compile(rf'\s*(?:\{{\s*(?:"{_key_begun()})?)?|\s*\{{\s*\}}\s*')
+_PARTIAL_OPENING = re.compile(rf'\s*(?:\{{\s*(?:"{_partial_key()})?)?|\s*\{{\s*\}}\s*')
 _EMPTY = re.compile(r"\s*\{\s*\}\s*")
 _MAX_HELD = 256  # characters of the opening or the end, both of which may have white space
 _MEMBER = re.compile(r'"\s*,\s*"[^"\\]*"\s*:')
@@ -126,7 +126,7 @@ class FreeformInput:
             opening = _OPENING.match(self._pending)
             if opening and opening.end() <= _MAX_HELD:
                 self._state, self._pending = _State.STRING, self._pending[opening.end() :]
-            elif len(self._pending) <= _MAX_HELD and _OPENING_BEGUN.fullmatch(self._pending):
+            elif len(self._pending) <= _MAX_HELD and _PARTIAL_OPENING.fullmatch(self._pending):
                 return ""
             else:
                 self._state = _State.WHOLE

@@ -70,7 +70,7 @@ _WORD = re.compile(
     r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?(?=[^-+.0-9eE])"
 )
 """A literal, or a number that has ended."""
-_WORD_BEGUN = re.compile(r"t(?:ru?)?|f(?:a(?:ls?)?)?|n(?:ul?)?|[-+.0-9eE]+")
+_PARTIAL_WORD = re.compile(r"t(?:ru?)?|f(?:a(?:ls?)?)?|n(?:ul?)?|[-+.0-9eE]+")
 # Halves of a surrogate pair are characters only together: clients reject a lone one.
 _CHARACTERS = re.compile(
     r"""(?:[^"\\\x00-\x1f]+
@@ -80,7 +80,7 @@ _CHARACTERS = re.compile(
         )+""",
     re.VERBOSE,
 )
-_ESCAPE_BEGUN = re.compile(
+_PARTIAL_ESCAPE = re.compile(
     r"""\\(?:u(?:[0-9a-fA-F]{0,3}
         |[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?
         )?)?""",
@@ -159,7 +159,7 @@ class ObjectText:
         """Reads characters, or the quotation mark that ends them, and returns their end."""
         characters = _CHARACTERS.match(text, at)
         if characters is None and text[at] != '"':
-            self._broken = not _ESCAPE_BEGUN.fullmatch(text, at)
+            self._broken = not _PARTIAL_ESCAPE.fullmatch(text, at)
             return at
         end = characters.end() if characters else at + 1
         if self._expect is Expect.KEY_TEXT:
@@ -205,8 +205,8 @@ class ObjectText:
         """Reads a literal or a number, and returns its end, or ``at`` if more of it may follow."""
         word = _WORD.match(text, at)
         if word is None:
-            begun = _WORD_BEGUN.fullmatch(text, at)
-            self._broken = begun is None or len(begun.group()) > MAX_DIGITS
+            partial = _PARTIAL_WORD.fullmatch(text, at)
+            self._broken = partial is None or len(partial.group()) > MAX_DIGITS
             return at
         is_number = word.group()[0] not in "tfn"
         if is_number and (len(word.group()) > MAX_DIGITS or not isfinite(float(word.group()))):

@@ -114,14 +114,14 @@ class CodeArguments:
     """``as_arguments`` of code that arrives in pieces; nothing if none arrives."""
 
     def __init__(self) -> None:
-        self._begun = False
+        self._is_open = False
 
     def feed(self, code: str) -> str:
-        before, self._begun = "" if self._begun else _OPENING, True
+        before, self._is_open = "" if self._is_open else _OPENING, True
         return before + quote(code)[1:-1]
 
     def close(self) -> str:
-        return _CLOSING if self._begun else ""
+        return _CLOSING if self._is_open else ""
 
 
 def code_in(arguments: str) -> str:

@@ -48,15 +48,15 @@ class Policy(StrEnum):
 class Grammar:
     """The grammar of one turn. Hashable, so that it can serve as a cache key.
 
-    ``text`` is llguidance's: Lark, or a list of grammars in JSON. ``begun`` are ids of the message
-    body that the prompt already contains; they are fed to the matcher first. ``notes`` are
-    sentences about what could not be enforced, one for each schema. ``untrusted``: it contains a
-    strict schema, a regular expression or a grammar of a client, any of which can bring llguidance
-    down. What else it has of a client are names and texts.
+    ``text`` is llguidance's: Lark, or a list of grammars in JSON. ``prefill_ids`` are those of
+    the message body that the prompt already contains; they are fed to the matcher first. ``notes``
+    are sentences about what could not be enforced, one for each schema. ``untrusted``: it contains
+    a strict schema, a regular expression or a grammar of a client, any of which can bring
+    llguidance down. What else it has of a client are names and texts.
     """
 
     text: str
-    begun: tuple[int, ...] = ()
+    prefill_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     untrusted: bool = False
 
@@ -181,7 +181,7 @@ class _GrammarWriter:
         self._values: list[tuple[str, Rules]] = []
 
     def grammars(self) -> Iterator[Grammar]:
-        begun: tuple[int, ...] = ()
+        prefill_ids: tuple[int, ...] = ()
         turn = self._turn
         if turn.prefill is None:
             self.turn_rules()
@@ -193,7 +193,7 @@ class _GrammarWriter:
         else:
             self.rule("start", f"body {_RETURN}")
             self.body(turn.answer_format)
-            begun = tuple(vocab.encode(turn.prefill))
+            prefill_ids = tuple(vocab.encode(turn.prefill))
         strongest = [rules for _, rules in self._values]
         for values in self.weakened(strongest):
             text = self.text(values)
@@ -203,7 +203,7 @@ class _GrammarWriter:
                 if value is not rules
             ]
             if len(text) <= MAX_TEXT:
-                yield Grammar(text, begun, (*self._notes, *notes), self._untrusted)
+                yield Grammar(text, prefill_ids, (*self._notes, *notes), self._untrusted)
 
     def text(self, values: Sequence[Rules]) -> str:
         """The whole grammar, with ``values`` as the rules of ``json_0``, ``json_1``, …"""

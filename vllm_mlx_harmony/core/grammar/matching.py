@@ -99,7 +99,7 @@ def compile_grammar(grammar: Grammar, tenant: str = "", size: int = 0) -> Compil
             problem = matcher.get_error().partition("\n")[0]
             problem = "the grammar is too large" if "panic" in problem else problem
             raise NotCompiled(problem, param="tools")
-        if grammar.begun and not matcher.consume_tokens(list(grammar.begun)):
+        if grammar.prefill_ids and not matcher.consume_tokens([*grammar.prefill_ids]):
             problem = "the beginning of the answer does not match the response format"
             raise RequestError(problem, param="messages")
         known = Compiled(grammar, matcher)

@@ -220,7 +220,7 @@ class HttpEngine:
         grammar = spec.grammar
         if grammar is None:
             return None
-        if self.capabilities.grammar and not grammar.grammar.begun:
+        if self.capabilities.grammar and not grammar.grammar.prefill_ids:
             return self._written(grammar.grammar.text)
         if spec.binding:
             raise RequestError(

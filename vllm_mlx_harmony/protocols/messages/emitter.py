@@ -238,8 +238,8 @@ class Emitter:
                 if delta.cached_tokens is not None:
                     usage = _usage(Usage(delta.prompt_tokens, cached_tokens=delta.cached_tokens))
                 nothing = {"stop_reason": None, "stop_sequence": None}
-                begun = self._send("message_start", message=self._message(nothing, usage))
-                return [*begun, *self._failed_calls()]
+                start = self._send("message_start", message=self._message(nothing, usage))
+                return [*start, *self._failed_calls()]
             case deltas.Opened():
                 block = self._block = self._new_block(delta)
                 if block is None:

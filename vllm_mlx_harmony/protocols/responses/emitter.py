@@ -113,19 +113,15 @@ class Emitter:
                 return self._step(self._item, self._item.closed())
             case deltas.Closed():
                 return self._end_item()
-            case deltas.Text() | deltas.Citation() | deltas.Progress():
-                return []  # progress is in a comment: there is no event for it
             case deltas.ToolStarted(call=ServerCall() as call):
                 key = key_of(self.info, LAST_APPROVED - len(self._output))
                 approved = f"mcpr_{call.id.partition('_')[2]}"
                 item = server_item(len(self._output), key, call.name, self.options, approved)
-                begun = [*item.opened(), *item.take(call.arguments), *item.closed()]
-                return self._step(item, [*begun, *item.started()])
-            case deltas.ToolStarted():
-                assert isinstance(self._item, ServerItem)
+                written = [*item.opened(), *item.take(call.arguments), *item.closed()]
+                return self._step(item, [*written, *item.started()])
+            case deltas.ToolStarted() if isinstance(self._item, ServerItem):
                 return self._step(self._item, self._item.started())
-            case deltas.ToolFinished():
-                assert isinstance(self._item, ServerItem)
+            case deltas.ToolFinished() if isinstance(self._item, ServerItem):
                 return self._step(self._item, self._item.finished(delta.text, delta.failure))
             case deltas.Finished():
                 self._usage = delta.usage
@@ -135,6 +131,10 @@ class Emitter:
             case deltas.Failed():
                 self._error = delta.error
                 return [*self._start(), *self._end_item(), *self._end(_FAILED)]
+            case deltas.Progress():
+                return []  # progress is in a comment: there is no event for it
+            case deltas.Text() | deltas.Citation() | deltas.ToolStarted() | deltas.ToolFinished():
+                return []  # no item that takes it is open
             case _:
                 assert_never(delta)
 
@@ -215,21 +215,21 @@ class Emitter:
         if self._in_progress:
             return []
         self._in_progress = True
-        created = self.create()
+        events = self.create()
         self._status = IN_PROGRESS
-        begun = [*created, *self._write_response("response.in_progress")]
+        events += self._write_response("response.in_progress")
         for namespace in self.options.tool_lists:
             index = len(self._output)
-            item, events = tool_list(index, key_of(self.info, FIRST_LIST + index), namespace)
+            item, item_events = tool_list(index, key_of(self.info, FIRST_LIST + index), namespace)
             self._output.append(item)
-            begun += self._write_events(events)
+            events += self._write_events(item_events)
         for name in self.options.refused:
             index = len(self._output)
             failed = failed_call(index, key_of(self.info, FIRST_LIST + index), name, self.options)
             if failed is not None:
                 self._output.append(failed[0])
-                begun += self._write_events(failed[1])
-        return begun
+                events += self._write_events(failed[1])
+        return events
 
     def _step(self, item: OutputItem, events: list[PendingEvent]) -> list[Event]:
         """The ``events`` of ``item``, which becomes part of the output when it is over."""

@@ -419,8 +419,8 @@ class ShellCall(LocalToolCall):
     def announce(self) -> list[PendingEvent]:
         self.announced = True
         action = self.item["action"]
-        begun = {**self.document(), "action": {**action, "commands": []}}
-        events = [added(self.index, begun)]
+        without_commands = {**self.document(), "action": {**action, "commands": []}}
+        events = [added(self.index, without_commands)]
         for number, command in enumerate(action["commands"]):
             place = {"output_index": self.index, "command_index": number}
             stem = "response.shell_call_command"
