@@ -83,14 +83,17 @@ MAX_TEXT = 200_000
 """Characters of the rules of one schema."""
 
 MAX_UNDECLARED = 64
-"""Undeclared names in a row."""
+"""Undeclared names in a row, in an object with required names. A model that keeps inventing names
+with short values reaches a required one after some 400 tokens."""
 
 MAX_WHITE_SPACE = 256
+"""Characters of white space in one place: 2 tokens of blanks, 65 of indented empty lines."""
 
 BITS = 64
 """Names of an object that are looked for: the size of llguidance's parameters."""
 
 CACHE_BYTES = 8 * 2**20
+"""Bytes of the cache of rules. A schema that was evicted is read again, in milliseconds."""
 
 # --- lexemes ---
 

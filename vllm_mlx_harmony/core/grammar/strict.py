@@ -38,6 +38,7 @@ from vllm_mlx_harmony.core.schema import (
 )
 
 CACHE_BYTES = 8 * 2**20
+"""Bytes of the cache of strict schemas. One that was evicted is read and compiled again."""
 
 _WHITE_SPACE = r"\r?\n[ \t]{0,80}|[ \t]{1,4}"
 """Between two JSON tokens: a line end with its indentation, or some blanks; at most once."""
@@ -186,9 +187,12 @@ def _schemas(schema: Schema) -> Iterator[Schema]:
 # --- oneOf and propertyNames ---
 
 MAX_NAMES = 200
+"""Names of one ``propertyNames``, each of which becomes a property. With more, the keyword is
+unsupported."""
 
 MAX_PAIRS = 5_000
-"""Branches that are compared with each other, of all ``oneOf`` of a schema."""
+"""Branches that are compared with each other, of all ``oneOf`` of a schema: 70 of one, in 20 ms.
+What exceeds it remains ``oneOf``, which llguidance may reject."""
 
 
 def rewrite(root: Schema) -> Schema:

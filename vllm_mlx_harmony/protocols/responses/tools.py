@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool
-from vllm_mlx_harmony.core.turn import ToolChoice as Choice
+from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool, ToolChoice
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrap, wrap
 from vllm_mlx_harmony.protocols.responses import schema
 from vllm_mlx_harmony.protocols.responses.local_tools import (
@@ -28,7 +27,7 @@ from vllm_mlx_harmony.protocols.responses.local_tools import (
     described,
     types_chosen,
 )
-from vllm_mlx_harmony.protocols.responses.schema import SEARCH, ResponsesTool, ToolChoice
+from vllm_mlx_harmony.protocols.responses.schema import SEARCH, ResponsesTool
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
 
@@ -61,7 +60,7 @@ class Tools:
     """The tool for every name that a model may call it by."""
     shown: tuple[Tool, ...] = ()
     builtin_tools: tuple[str, ...] = ()
-    choice: Choice = field(default_factory=Choice)
+    choice: ToolChoice = field(default_factory=ToolChoice)
     none: bool = False
 
     def tool(self, called: str) -> DeclaredTool:
@@ -159,7 +158,7 @@ class ToolReader:
     def tools(
         self,
         shown: tuple[Tool, ...],
-        choice: ToolChoice | None,
+        choice: schema.ToolChoice | None,
         server: ServerTools,
         builtin_tools: tuple[str, ...],
     ) -> Tools:
@@ -286,28 +285,28 @@ def _read(tool: ResponsesTool, where: str) -> Iterator[_ReadTool]:
 
 
 def _choice(
-    requested: ToolChoice | None,
+    requested: schema.ToolChoice | None,
     tools: Tools,
     known: Mapping[DeclaredTool, str],
     declared: Collection[DeclaredTool],
     server: ServerTools,
-) -> Choice:
+) -> ToolChoice:
     """Which tools may be called. ``known`` are those of the ``declared`` ones that are shown."""
     if requested is None or requested.type == "auto":
-        return Choice()
+        return ToolChoice()
     if requested.type == "required":
-        chosen = Choice(required=True)
+        chosen = ToolChoice(required=True)
     elif requested.type in ("function", "custom") or types_chosen(requested.type):
-        chosen = Choice(True, _named(requested, tools, known))
+        chosen = ToolChoice(True, _named(requested, tools, known))
     elif requested.type == "allowed_tools" and requested.mode in (None, "auto", "required"):
         allowed = requested.tools or ()
         allowed_tools = _find_allowed(allowed, declared)
         names = [name for tool, name in known.items() if tool in allowed_tools]
         for index, allowed_tool in enumerate(allowed):
             names += server.chosen(allowed_tool, f"tool_choice.tools[{index}]")
-        chosen = Choice(requested.mode == "required", tuple(names))
+        chosen = ToolChoice(requested.mode == "required", tuple(names))
     elif of_server := server.chosen(requested, "tool_choice"):
-        chosen = Choice(True, of_server)
+        chosen = ToolChoice(True, of_server)
     else:
         raise unsupported(
             "tool_choice",
@@ -322,7 +321,7 @@ def _choice(
 
 
 def _named(
-    requested: ToolChoice, tools: Tools, known: Mapping[DeclaredTool, str]
+    requested: schema.ToolChoice, tools: Tools, known: Mapping[DeclaredTool, str]
 ) -> tuple[str, ...]:
     """The names of the client's tools of which one must be called."""
     if kinds := types_chosen(requested.type):
