@@ -35,7 +35,11 @@ MAX_ELEMENTS = 100_000
 """Elements of a page that are read, in about a second."""
 
 MAX_LINES = 20_000
+"""Lines of a page that are read. Full ones reach ``MAX_TEXT`` after 6,250: this limit is for those
+that are short or empty."""
+
 MAX_LINKS = 5_000
+"""Different links of a page that can be opened. Of the rest, only the text is shown."""
 
 ENOUGH = 400
 """Characters of a page's main part that make the rest unnecessary."""
