@@ -104,7 +104,7 @@ class CountingGateway(Gateway):
 
     @cached_property
     def app(self) -> Starlette:
-        """The application that it serves, with the settings in the environment."""
+        """The application that it serves."""
         return application(self)
 
     async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:

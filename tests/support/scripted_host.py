@@ -26,6 +26,7 @@ from vllm_mlx_harmony.server.answers import Answers
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.host import Deadline, Lease, tenant_of
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 T = TypeVar("T")
@@ -166,8 +167,13 @@ class SingleEngineHost:
         self.trackers: list[Tracker] = []
 
     @cached_property
+    def server_settings(self) -> ServerSettings:
+        """Those in the environment when the application is made."""
+        return ServerSettings.read()
+
+    @cached_property
     def app(self) -> Starlette:
-        """The application that it serves, with the settings in the environment."""
+        """The application that it serves."""
         return application(self)
 
     @property

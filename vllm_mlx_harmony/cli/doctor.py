@@ -375,6 +375,7 @@ def _host() -> Iterator[Group]:
     reinstall = "pip install --force-reinstall vllm-mlx-harmony"
     try:
         from vllm_mlx_harmony.host import contract, entry_points, patching
+        from vllm_mlx_harmony.server.settings import ServerSettings
 
         reason = contract.unsupported()
     except Exception as error:
@@ -392,7 +393,7 @@ def _host() -> Iterator[Group]:
     yield Group("names", names, summary, internal=True)
     try:
         found = entry_points.in_use()
-        rows = contract.table(found)[len(names) :]
+        rows = contract.table(found, ServerSettings.read())[len(names) :]
     except Exception as error:
         fix = f"uninstall the package that replaces a part, or {reinstall}"
         yield _one("parts", False, _message(error), fix)

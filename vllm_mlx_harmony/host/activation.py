@@ -103,7 +103,7 @@ def _activate(args: argparse.Namespace) -> None:
         settings = ServerSettings.read()
         _check(args, settings)
         several = bool(getattr(args, "models_config", None))
-        contract.activate(args.tool_call_parser, several=several)
+        contract.activate(settings, args.tool_call_parser, several=several)
         _apply(args, settings)
         enforcement.warm_up(settings.grammar)
         # Flags that belong to the given one, for vllm-mlx's own code. Not with several models:
@@ -168,8 +168,9 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
     """Configures engines and caches by flags and settings. Raises HostError for an invalid one."""
-    from vllm_mlx_harmony.engine import resources
+    from vllm_mlx_harmony.engine import resources, status_line
     from vllm_mlx_harmony.host import flags, startup_banner, tools
+    from vllm_mlx_harmony.host.vllm_mlx_engine import serving
 
     named_flags = flags.given(args)
     options = resources.engine_options(args, resources.configured_options(settings))
@@ -186,6 +187,10 @@ def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
     startup_banner.set_flags(args, without_effect, running, inspected=settings.inspect)
     if path := getattr(args, "models_config", None):
         startup_banner.show(("models", f"{path}, loaded on demand"))
+    status_line.start(
+        lambda: [(name, engine.status()) for name, engine in serving()],
+        enabled=settings.status_line,
+    )
 
 
 def _warn(message: str) -> None:

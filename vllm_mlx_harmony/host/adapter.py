@@ -20,7 +20,11 @@ from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine_api.engine import Engine
 from vllm_mlx_harmony.host import entry_points, metrics, tools
-from vllm_mlx_harmony.host.mount import APP, forward_to_host, reject_non_ascii_key
+from vllm_mlx_harmony.host.mount import (
+    forward_to_host,
+    installed_front_end,
+    reject_non_ascii_key,
+)
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
 from vllm_mlx_harmony.host.vllm_mlx_engine import engine_of
 from vllm_mlx_harmony.model_files import (
@@ -29,10 +33,8 @@ from vllm_mlx_harmony.model_files import (
     is_harmony_model,
     length_of,
 )
-from vllm_mlx_harmony.required_names import locate
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.connections import limited
-from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.host import (
     ContextFactory,
     Deadline,
@@ -49,8 +51,8 @@ from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 class VllmMlx:
     """The ``Host``, over the globals and flags of vllm-mlx's server."""
 
-    def __init__(self) -> None:
-        self._settings = ServerSettings.read()
+    def __init__(self, settings: ServerSettings) -> None:
+        self.server_settings = settings
         self._defaults: dict[str | None, Defaults] = {}  # by model, of one day
         self._day = datetime.date.min
 
@@ -127,7 +129,7 @@ class VllmMlx:
                 presence_penalty=vllm._default_presence_penalty,
                 repetition_penalty=vllm._default_repetition_penalty,
             )
-            read = defaults.read(vllm._default_chat_template_kwargs or {}, self._settings)
+            read = defaults.read(vllm._default_chat_template_kwargs or {}, self.server_settings)
             own = {} if model is None else configuration(model, GENERATION)
             self._defaults[model] = replace(read, sampling=defaults.sampling(flags, own))
         return self._defaults[model]
@@ -199,7 +201,7 @@ def draining(original: type[uvicorn.Server]) -> type[uvicorn.Server]:
     connections are limited, and the prefix cache on disk is written to its end."""
     return shutdown.draining(
         limited(original),
-        lambda: installed_in(locate(APP)).answers,
+        lambda: installed_front_end().answers,
         lambda: min(shutdown.MAX_GRACE, float(server()._default_timeout)),
         resources.close,
     )

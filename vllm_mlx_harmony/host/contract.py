@@ -32,6 +32,7 @@ from vllm_mlx_harmony.host import entry_points, patching, server_globals
 from vllm_mlx_harmony.host.entry_points import FLAGS, Extensions, find
 from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.required_names import Name, Requirement, Undo, check
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 HOST = "vllm-mlx"
 SUPPORTED = SpecifierSet(">=0.6,<0.7")
@@ -133,7 +134,9 @@ def unsupported() -> str | None:
     return f"{HOST} {version} is not supported: this package needs {HOST}{SUPPORTED}"
 
 
-def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...]:
+def table(
+    found: Extensions, settings: ServerSettings, *, several: bool = False
+) -> tuple[Requirement, ...]:
     """All rows in the order in which they are applied, with the parts that were `found`.
 
     With `several` models, the tool parsers stay those of vllm-mlx: they are looked up by name, for
@@ -143,7 +146,6 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
     from vllm_mlx_harmony.host.adapter import VllmMlx
     from vllm_mlx_harmony.host.mount import Addition, Route, front_end
     from vllm_mlx_harmony.server.app import ENDPOINTS
-    from vllm_mlx_harmony.server.settings import ServerSettings
 
     parsers = Patch(
         "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers",
@@ -165,14 +167,14 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
     return (
         *NAMES,
         *(() if several else (parsers, downloads)),
-        front_end(VllmMlx()),
+        front_end(VllmMlx(settings)),
         *map(Route, ENDPOINTS),
         *engine_routes.ROUTES,
-        *((pages,) if ServerSettings.read().inspect else ()),
+        *((pages,) if settings.inspect else ()),
     )
 
 
-def activate(name: str = FLAGS[0], *, several: bool = False) -> None:
+def activate(settings: ServerSettings, name: str = FLAGS[0], *, several: bool = False) -> None:
     """Makes all changes; nothing happens if they are in force already.
 
     Raises HostError, with nothing changed, if vllm-mlx is not supported, a required row does not
@@ -184,7 +186,7 @@ def activate(name: str = FLAGS[0], *, several: bool = False) -> None:
         raise HostError(reason, code="host_unsupported")
     check(NAMES)
     found = find(name)
-    _changes.extend(patching.apply_all(table(found, several=several)))
+    _changes.extend(patching.apply_all(table(found, settings, several=several)))
     entry_points.use(found)
 
 

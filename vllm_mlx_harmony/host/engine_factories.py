@@ -18,11 +18,11 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.prefix_cache import SHARED_TENANT
 from vllm_mlx_harmony.host import entry_points, startup_banner
+from vllm_mlx_harmony.host.mount import installed_front_end
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, RegisteredModel, server
 from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine, NotHarmony, engine_of
 from vllm_mlx_harmony.model_files import TOKENIZER, is_harmony_model
 from vllm_mlx_harmony.server import defaults, warm_prompts
-from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.tasks import prepare_process
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def warm_prefix_cache(original: Warm) -> Warm:
         warmed = await warm_prompts.warm(
             ours,
             prompts,
-            defaults.read(options, ServerSettings.read()),
+            defaults.read(options, installed_front_end().settings),
             entry_points.in_use().renderer,
             SHARED_TENANT,
         )

@@ -24,10 +24,15 @@ from vllm_mlx_harmony.required_names import Undo, find_problem, locate
 from vllm_mlx_harmony.server import app as server
 from vllm_mlx_harmony.server import traces
 from vllm_mlx_harmony.server.endpoint import Endpoint, EndpointRoute
-from vllm_mlx_harmony.server.front_end import host_of, install, uninstall
+from vllm_mlx_harmony.server.front_end import (
+    FrontEnd,
+    host_of,
+    install,
+    installed_in,
+    uninstall,
+)
 from vllm_mlx_harmony.server.host import Host
 from vllm_mlx_harmony.server.responses.websocket import UVICORN, without_traceback
-from vllm_mlx_harmony.server.settings import ServerSettings
 
 APP = "vllm_mlx.server:app"
 
@@ -148,7 +153,7 @@ def front_end(host: Host) -> Addition:
     def add(application: FastAPI) -> Undo:
         stack, present = application.middleware_stack, application.router.routes
         install(application, host, traces.factories())
-        admission = server.middleware(ServerSettings.read())
+        admission = server.middleware(host.server_settings)
         application.user_middleware[:0] = admission
         application.middleware_stack = None  # the next request builds it again
         present.extend(server.SOCKETS)
@@ -166,6 +171,11 @@ def front_end(host: Host) -> Addition:
         return undo
 
     return Addition("app", "gives requests their host, middleware and WebSockets", add)
+
+
+def installed_front_end() -> FrontEnd:
+    """The front end in vllm-mlx's application, for what runs outside of a request."""
+    return installed_in(locate(APP))
 
 
 def without_dependencies(route: APIRoute) -> APIRoute:

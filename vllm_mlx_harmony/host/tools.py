@@ -17,6 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from vllm_mlx_harmony.core.turn import ServerCall
+from vllm_mlx_harmony.host.mount import installed_front_end
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.host.startup_banner import WIDTH
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
@@ -35,7 +36,7 @@ def init_mcp(original: Init) -> Init:
     @wraps(original)
     async def init(config_path: str) -> None:
         global running
-        settings = ServerSettings.read()
+        settings = installed_front_end().settings
         if settings.tools is Use.OFF:
             await original(config_path)
             return

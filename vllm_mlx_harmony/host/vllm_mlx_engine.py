@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.stops import StopStrings
 from vllm_mlx_harmony.core.turn import OutputLimits, Sampling
-from vllm_mlx_harmony.engine import device, exposition, loading, resources, status_line
+from vllm_mlx_harmony.engine import device, exposition, loading, resources
 from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.mlx_lm_compat import load_tokenizer
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
@@ -32,7 +32,6 @@ from vllm_mlx_harmony.engine_api.engine import GenerationRequest
 from vllm_mlx_harmony.host import metrics
 from vllm_mlx_harmony.model_files import TOKENIZER, is_harmony_model
 from vllm_mlx_harmony.server.sampling import limited_to_context, resolve
-from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.standin import is_standin
 from vllm_mlx_harmony.tasks import in_thread, unfreeze, wait_until_done
 
@@ -125,10 +124,6 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             self.engine = engine
             _loaded[id(self)] = self.model_name, engine
         metrics.show()
-        status_line.start(
-            lambda: [(name, engine.status()) for name, engine in serving()],
-            enabled=ServerSettings.read().status_line,
-        )
 
     def _load(self) -> tuple[Any, PrefixCache]:
         vocab.encoding()  # one that cannot be loaded is an error at the start

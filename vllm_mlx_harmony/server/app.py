@@ -147,13 +147,13 @@ def middleware(settings: ServerSettings) -> tuple[Middleware, ...]:
 
 
 def application(host: Host, sharing: Sharing | None = None) -> Starlette:
-    """A standalone application that gets models, keys and limits from ``host``.
+    """A standalone application that gets models, keys, limits and settings from ``host``.
 
     Opens what the settings name to be shared, unless that is passed. Raises ``HostError``.
     """
     app = Starlette(
         routes=[*(guarded(endpoint, host) for endpoint in ENDPOINTS), *SOCKETS],
-        middleware=middleware(ServerSettings.read()),
+        middleware=middleware(host.server_settings),
         exception_handlers={404: _unknown_path},
     )
     app.router.redirect_slashes = False

@@ -48,12 +48,11 @@ class FrontEnd:
     def __init__(
         self,
         host: Host,
-        settings: ServerSettings,
         sharing: Sharing,
         observer_factories: Iterable[ObserverFactory] = (),
     ) -> None:
         self.host = host
-        self.settings = settings
+        self.settings = host.server_settings
         self.sharing = sharing
         self.enforcement = Enforcement.of(self.settings)
         self.observer_factories = [*observer_factories]
@@ -107,14 +106,13 @@ def install(
     observer_factories: Iterable[ObserverFactory] = (),
     sharing: Sharing | None = None,
 ) -> None:
-    """Makes a front end available to all requests to ``app``, with the settings in the environment.
+    """Makes a front end available to all requests to ``app``.
 
-    Opens what those name to be shared, unless that is passed. Raises ``HostError``.
+    Opens what the host's settings name to be shared, unless that is passed. Raises ``HostError``.
     """
-    settings = ServerSettings.read()
     if sharing is None:
-        sharing = open_sharing(settings, connect(settings))
-    app.state.vllm_mlx_harmony = FrontEnd(host, settings, sharing, observer_factories)
+        sharing = open_sharing(host.server_settings, connect(host.server_settings))
+    app.state.vllm_mlx_harmony = FrontEnd(host, sharing, observer_factories)
 
 
 def uninstall(app: Starlette) -> None:

@@ -33,6 +33,7 @@ from vllm_mlx_harmony.core.turn import (
     Turn,
 )
 from vllm_mlx_harmony.engine_api.engine import Engine
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -198,7 +199,11 @@ class Host(Protocol):
     async def forward(self, request: Request) -> Response:
         """The server's own response to ``request``. Raises ``LookupError`` if it has no route."""
 
-    # --- Defaults and limits
+    # --- Settings, defaults and limits
+
+    @property
+    def server_settings(self) -> ServerSettings:
+        """The settings of the front end; always the same object."""
 
     def deadline(self, timeout: float | None) -> Deadline:
         """The deadline of a request that arrives now and may set ``timeout`` in seconds."""

@@ -144,8 +144,7 @@ def _store(text: str) -> str:
 class ServerSettings:
     """What operators set for a server. Sizes are in bytes.
 
-    ``read`` is called when a server starts, and where it opens what all of its requests share;
-    requests find the settings in `front_end.FrontEnd`.
+    ``read`` is called when a server starts. Requests find the settings in `front_end.FrontEnd`.
     """
 
     # --- Prompts and answers

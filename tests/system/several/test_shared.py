@@ -171,8 +171,8 @@ def test_history_needs_one_redis_request(server: RedisServer) -> None:
 def new_front_end() -> FrontEnd:
     """The front end of a new server."""
     settings = ServerSettings.read()
-    host: Any = None
-    return FrontEnd(host, settings, open_sharing(settings, connect(settings)))
+    host: Any = SimpleNamespace(server_settings=settings)
+    return FrontEnd(host, open_sharing(settings, connect(settings)))
 
 
 def test_servers_with_one_redis_share_the_encryption_key(

@@ -426,6 +426,13 @@ def test_configured_tools_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 SEARCH_CALL = '<|channel|>analysis to=browser.search code<|message|>{"query": "Rome"}<|call|>'
 
 
+def test_front_end_has_the_settings_of_its_gateway() -> None:
+    flags = {"engines": ["http://127.0.0.1:9"], "web_search": "searxng:http://127.0.0.1:9"}
+    served = gateway(load({"model": MODEL, **flags}, {}))
+    assert served.front_end.settings is served.host.server_settings
+    assert served.front_end.settings.web_search == flags["web_search"]
+
+
 def test_web_search_is_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The flag is enough; the search engine is a server on 127.0.0.1."""
     pytest.importorskip("httpx2")

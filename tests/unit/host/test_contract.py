@@ -38,6 +38,7 @@ from vllm_mlx_harmony.host.tool_parser import HarmonyToolParser
 from vllm_mlx_harmony.host.vllm_mlx_engine import NotHarmony
 from vllm_mlx_harmony.required_names import OTHERS, Name, Requirement, find_problem
 from vllm_mlx_harmony.server.endpoint import Endpoint
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 APP = vllm_mlx.server.app
 
@@ -168,7 +169,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> tuple[Requirement, ...]:
         route("/v1/chat/completions", "POST", lambda: {"ours": True}),
         route("/v1/models/{model_id}", "GET", lambda model_id: model_id, ("/v1/models", "GET")),
     )
-    monkeypatch.setattr(contract, "table", lambda _, **__: rows)
+    monkeypatch.setattr(contract, "table", lambda *_, **__: rows)
     monkeypatch.setattr(contract, "find", lambda _: entry_points.Extensions(object, print, object))
     return rows
 
@@ -254,9 +255,9 @@ def test_second_install_changes_nothing(served: ServeCommand, table: object) -> 
 
 
 def test_second_activation_changes_nothing(table: tuple[Requirement, ...]) -> None:
-    contract.activate()
+    contract.activate(ServerSettings.read())
     once, changes = snapshot(), contract.changes()
-    contract.activate("gpt-oss")
+    contract.activate(ServerSettings.read(), "gpt-oss")
     assert (differences(once), contract.changes()) == ([], changes)
     contract.deactivate()
     contract.deactivate()
@@ -353,7 +354,7 @@ def test_changed_host_is_rejected_and_not_patched(
         patch("vllm_mlx.server:get_usage", lambda f: None),
         patch("vllm_mlx.server:_sanitize_log_text", shout, "value", "limit"),
     )
-    monkeypatch.setattr(contract, "table", lambda _, **__: rows)
+    monkeypatch.setattr(contract, "table", lambda *_, **__: rows)
     monkeypatch.setattr(contract, "find", lambda _: entry_points.Extensions(object, print, object))
     with monkeypatch.context() as changed:
         change(changed)
@@ -430,7 +431,7 @@ def test_bug_in_a_patch_leaves_the_host_unpatched(
         raise RuntimeError("a bug")
 
     rows = (*table, patch("vllm_mlx.server:get_usage", bug))
-    monkeypatch.setattr(contract, "table", lambda _, **__: rows)
+    monkeypatch.setattr(contract, "table", lambda *_, **__: rows)
     host.install()
     args = parse_flags("MODEL", "--tool-call-parser", "harmony")
     assert vllm_mlx.cli.serve_command(args) == "served"
@@ -597,7 +598,7 @@ def test_problems_are_found_before_anything_is_changed(row: Requirement, expecte
 @pytest.mark.parametrize("name", ["no_app", "_metrics"])
 def test_unextendable_application_is_rejected(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(mount, "APP", f"vllm_mlx.server:{name}")
-    front_end = mount.front_end(VllmMlx())
+    front_end = mount.front_end(VllmMlx(ServerSettings.read()))
     for row in (front_end, route("/v1/models", "GET", print)):
         with pytest.raises(HostError, match=name):
             patching.apply_all([row])
@@ -616,7 +617,7 @@ def test_replacement_may_be_a_name() -> None:
 @pytest.mark.parametrize("name", contract.FLAGS)
 def test_real_table_fits_the_real_host(name: str) -> None:
     before = snapshot()
-    contract.activate(name)
+    contract.activate(ServerSettings.read(), name)
     assert entry_points.versions()["vllm-mlx"].startswith("0.6.")
     assert "POST /v1/chat/completions" in contract.changes()
     assert entry_points.in_use().sources[entry_points.PROMPT_RENDERERS]
@@ -629,14 +630,14 @@ def test_real_table_fits_the_real_host(name: str) -> None:
 def test_tool_parsers_are_replaced_for_a_single_model(several: bool) -> None:
     parsers = vllm_mlx.tool_parsers.ToolParserManager
     theirs = {name: parsers.get_tool_parser(name) for name in parsers.list_registered()}
-    contract.activate(several=several)
+    contract.activate(ServerSettings.read(), several=several)
     ours = {name for name, parser in theirs.items() if parsers.get_tool_parser(name) is not parser}
     assert ours == (set() if several else set(contract.FLAGS))
     assert several or issubclass(parsers.get_tool_parser("harmony"), HarmonyToolParser)
 
 
 def test_every_row_has_a_reason() -> None:
-    assert all(row.why for row in contract.table(entry_points.in_use()))
+    assert all(row.why for row in contract.table(entry_points.in_use(), ServerSettings.read()))
 
 
 class Setting:

@@ -18,6 +18,7 @@ from vllm_mlx_harmony.cli import doctor, prefill
 from vllm_mlx_harmony.cli.models import MODELS
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.host import contract, entry_points
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 
 def find(report: doctor.Report, what: str) -> doctor.Finding:
@@ -187,7 +188,7 @@ def test_small_machine_is_reported(
 
 def test_every_row_of_the_real_host_is_listed(startup_file: Path) -> None:
     report = doctor.doctor()
-    for row in contract.table(entry_points.in_use()):
+    for row in contract.table(entry_points.in_use(), ServerSettings.read()):
         assert find(report, f"requirement {row.label}").ok, report.text()
     assert find(report, "supported").ok
 

@@ -202,7 +202,7 @@ KINDS: dict[str, tuple[Body, Body, Body]] = {
 }
 APIS = (CHAT, RESPONSES, MESSAGES)
 SHARING = SingleServer(MemoryStore())
-CALLER = Caller(FrontEnd(VllmMlx(), ServerSettings(), SHARING), "tenant")
+CALLER = Caller(FrontEnd(VllmMlx(ServerSettings()), SHARING), "tenant")
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ async def generate_output(
     info = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
     context = StreamingHarmonyContext(request.turn, info)
     policy = Enforcement.of(ServerSettings.read())
-    if (budget := VllmMlx().reasoning_tokens) is not None:
+    if (budget := VllmMlx(ServerSettings.read()).reasoning_tokens) is not None:
         policy = replace(policy, reasoning_tokens=budget)
     constraint = await enforcement.constraint_for(request.turn, context.names, policy)
     emitter = api.emitter(request, info, context, CALLER)
@@ -808,7 +808,7 @@ def test_ended_reasoning_is_counted(
     api, document = request_of("no end", "plain", 0, thinking_token_budget=10)
     output = run(generate_output(scripted, api, document, replace(FREE, max_tokens=30)))
     with caplog.at_level(logging.INFO):
-        tracker = VllmMlx().tracker("chat_completions", stream=False)
+        tracker = VllmMlx(ServerSettings.read()).tracker("chat_completions", stream=False)
         generation.report_reasoning_ended(output.constraint, "key", tracker)
         generation.report_reasoning_ended(output.constraint, "key", tracker)
     assert any("key: reasoning cut short (budget)" in message for message in caplog.messages)

@@ -12,13 +12,14 @@ from vllm_mlx import server
 from vllm_mlx_harmony.host import contract, entry_points, mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.required_names import Requirement
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 KEY = "sesame"
 DATA = "/harmony/inspector/server"
 
 
 def inspector_rows() -> list[Requirement]:
-    rows = contract.table(entry_points.find("harmony"))
+    rows = contract.table(entry_points.find("harmony"), ServerSettings.read())
     return [row for row in rows if row.label == "GET /harmony"]
 
 
@@ -38,7 +39,7 @@ def test_inspector_requires_the_key_and_can_be_undone(monkeypatch: pytest.Monkey
     stack = server.app.middleware_stack
     monkeypatch.setenv("VLLM_MLX_HARMONY_INSPECT", "1")
     (row,) = inspector_rows()
-    undo_front_end = mount.front_end(VllmMlx()).apply()
+    undo_front_end = mount.front_end(VllmMlx(ServerSettings.read())).apply()
     assert row.problem() is None
     undo = row.apply()
     try:

@@ -43,7 +43,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(server, "_engine", None)
     monkeypatch.setattr(server, "_model_name", None)
     monkeypatch.setattr(server, "_api_key", KEY)
-    contract.activate()
+    contract.activate(ServerSettings.read())
     yield
     contract.deactivate()
 
@@ -143,7 +143,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 def test_unavailable_tools_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
-    front_end = FrontEnd(VllmMlx(), ServerSettings(), SingleServer(MemoryStore()))
+    front_end = FrontEnd(VllmMlx(ServerSettings()), SingleServer(MemoryStore()))
     with caplog.at_level(logging.INFO, logger="vllm_mlx_harmony"):
         messages.MESSAGES.read({**HELLO, "tools": tools}, Defaults(), Caller(front_end, "tenant"))
     assert [record.getMessage() for record in caplog.records] == [

@@ -33,7 +33,7 @@ def activate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Activate]:
     def start(names: str) -> None:
         contract.deactivate()
         monkeypatch.setenv(NAMES_VARIABLE, names)
-        contract.activate()
+        contract.activate(ServerSettings.read())
 
     monkeypatch.setattr(server, "_model_name", "gpt-oss-20b")
     yield start
@@ -79,7 +79,7 @@ def test_model_answers_to_its_aliases(
 
 def test_several_models_have_no_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_model_manager", object())
-    assert VllmMlx().model_name is None
+    assert VllmMlx(ServerSettings.read()).model_name is None
     several = ModelNames(None, ("*",))
     assert several.aliases == ()
     assert several.canonical_name("gpt-4o") == several.echoed_name("gpt-4o") == "gpt-4o"

@@ -20,6 +20,7 @@ from vllm_mlx_harmony.host import mount, patching
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.server.endpoint import Endpoint
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 APP = vllm_mlx.server.app
 
@@ -170,7 +171,7 @@ def test_new_path_has_no_original_endpoint(mount_routes: Callable[..., None]) ->
 
 @pytest.fixture
 def protected() -> Iterator[TestClient]:
-    row = mount.front_end(VllmMlx())
+    row = mount.front_end(VllmMlx(ServerSettings.read()))
     assert row.problem() is None
     undo = row.apply()
     yield client()
@@ -192,14 +193,14 @@ def test_middleware_protects_the_whole_host(
 
 def test_undo_removes_the_middleware() -> None:
     before = list(APP.user_middleware)
-    mount.front_end(VllmMlx()).apply()()
+    mount.front_end(VllmMlx(ServerSettings.read())).apply()()
     assert APP.user_middleware == before
     answer = client().get("/v1/models", headers={"origin": "https://evil.example"})
     assert answer.status_code == 200
 
 
 def test_route_is_added_and_removed() -> None:
-    route = mount.front_end(VllmMlx())
+    route = mount.front_end(VllmMlx(ServerSettings.read()))
     before = list(APP.router.routes)
     assert route.problem() is None
     undo = route.apply()
@@ -220,7 +221,7 @@ def test_route_is_added_and_removed() -> None:
 def test_non_utf_8_message_is_logged_without_traceback(
     caplog: pytest.LogCaptureFixture, message: str, traceback: bool
 ) -> None:
-    undo = mount.front_end(VllmMlx()).apply()
+    undo = mount.front_end(VllmMlx(ServerSettings.read())).apply()
     try:
         b"\xd2".decode()
     except UnicodeDecodeError:

@@ -47,7 +47,7 @@ SCRIPTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _active() -> Iterator[None]:
-    contract.activate()
+    contract.activate(ServerSettings.read())
     yield
     contract.deactivate()
 
@@ -104,7 +104,7 @@ async def count_cached(engine: Any, prompt: tuple[int, ...], tenant: str) -> int
 
 def test_warm_prompts_serve_every_tenant(engine: Any, run: Run) -> None:
     body = {"model": "m", "messages": [SYSTEM, ASK]}
-    prompt = render(chat.read(body, VllmMlx().defaults(None)).turn).ids
+    prompt = render(chat.read(body, VllmMlx(ServerSettings.read()).defaults(None)).turn).ids
     begins = vocab.encoding().decode(prompt).index("<|start|>user")
     shared = len(ids_of(vocab.encoding().decode(prompt)[:begins]))
     assert run(engine.engine.reusable_tokens(prompt, "alice")) == 0
@@ -148,12 +148,12 @@ def test_date_can_be_pinned_or_omitted(
     pinned: str, date: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", pinned)
-    assert VllmMlx().defaults(None).date == date
+    assert VllmMlx(ServerSettings.read()).defaults(None).date == date
 
 
 def test_prompt_has_the_date_of_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_MLX_HARMONY_DATE", raising=False)
-    host = VllmMlx()
+    host = VllmMlx(ServerSettings.read())
     for day in ("2026-11-24", "2026-11-24", "2026-11-25"):
         calendar = SimpleNamespace(today=lambda day=day: datetime.date.fromisoformat(day))
         clock = SimpleNamespace(date=calendar)
@@ -165,7 +165,7 @@ def test_prompt_has_the_date_of_its_day(monkeypatch: pytest.MonkeyPatch) -> None
 def test_attachments_are_omitted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for word, meant in (("", Attachments.OMIT), ("omit", Attachments.OMIT), ("Refuse", "refuse")):
         monkeypatch.setenv("VLLM_MLX_HARMONY_ATTACHMENTS", word)
-        assert VllmMlx().defaults(None).attachments == meant
+        assert VllmMlx(ServerSettings.read()).defaults(None).attachments == meant
     monkeypatch.setenv("VLLM_MLX_HARMONY_ATTACHMENTS", "show")
     with pytest.raises(HostError, match="ATTACHMENTS: 'show' is not one of omit, refuse"):
         read({}, ServerSettings.read())
@@ -174,7 +174,7 @@ def test_attachments_are_omitted_or_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_reasoning_field_is_configurable(monkeypatch: pytest.MonkeyPatch) -> None:
     for word, meant in (("", "both"), ("Reasoning", "reasoning"), ("both", "both")):
         monkeypatch.setenv("VLLM_MLX_HARMONY_REASONING_FIELD", word)
-        assert VllmMlx().defaults(None).reasoning_field == meant
+        assert VllmMlx(ServerSettings.read()).defaults(None).reasoning_field == meant
     monkeypatch.setenv("VLLM_MLX_HARMONY_REASONING_FIELD", "thinking")
     with pytest.raises(HostError, match="is not one of both, reasoning, reasoning_content"):
         read({}, ServerSettings.read())
@@ -201,7 +201,7 @@ def test_template_options_of_the_server_are_the_defaults(monkeypatch: pytest.Mon
     monkeypatch.setattr(server, "_default_chat_template_kwargs", options)
     monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", "none")
     high = chat.read({"model": "m", "messages": [ASK]}, Defaults()).turn.effort.HIGH
-    assert VllmMlx().defaults(None) == Defaults(high, "X", None, ("python",))
+    assert VllmMlx(ServerSettings.read()).defaults(None) == Defaults(high, "X", None, ("python",))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from vllm_mlx import server
 from vllm_mlx.engine.base import GenerationOutput
 
 from vllm_mlx_harmony.host import adapter, contract
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 PATH = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -59,7 +60,7 @@ def _constant_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _active() -> Iterator[None]:
-    contract.activate()
+    contract.activate(ServerSettings.read())
     yield
     contract.deactivate()
 
@@ -118,7 +119,7 @@ def without_id(response: httpx.Response) -> bytes:
 @pytest.mark.parametrize("body", BODIES)
 def test_host_answers_for_its_other_models_unchanged(body: bytes) -> None:
     theirs = send(body)
-    contract.activate()
+    contract.activate(ServerSettings.read())
     try:
         ours = send(body)
     finally:
@@ -132,7 +133,7 @@ def test_host_answers_for_its_other_models_unchanged(body: bytes) -> None:
 def test_host_continues_responses_of_its_other_models() -> None:
     body = {"model": "foreign", "input": "Bonjour ?", "previous_response_id": None}
     theirs = request("POST", RESPONSES, json=body).json()
-    contract.activate()
+    contract.activate(ServerSettings.read())
     try:
         ours = request("POST", RESPONSES, json=body).json()
         # The host itself finds the answer that this one continues.

@@ -18,11 +18,12 @@ from vllm_mlx import server
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.server import shutdown
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 
 @pytest.fixture(autouse=True)
 def _active() -> Iterator[None]:
-    contract.activate()
+    contract.activate(ServerSettings.read())
     yield
     contract.deactivate()
 
@@ -60,7 +61,7 @@ def test_pending_writes_are_finished_last(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_deactivation_restores_uvicorn() -> None:
     main = importlib.import_module("uvicorn.main")
-    contract.activate()
+    contract.activate(ServerSettings.read())
     assert main.Server is not uvicorn.Server and issubclass(main.Server, uvicorn.Server)
     contract.deactivate()
     assert main.Server is uvicorn.Server

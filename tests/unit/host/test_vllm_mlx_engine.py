@@ -31,6 +31,7 @@ from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine
 from vllm_mlx_harmony.model_files import length_of
 from vllm_mlx_harmony.server import sampling
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.standin import Script
 from vllm_mlx_harmony.standin.cursor import INSTEAD
 from vllm_mlx_harmony.standin.model import WEIGHT
@@ -397,7 +398,7 @@ def test_server_defaults_apply_where_the_request_has_none(
 
     server_wide = Sampling(temperature=0.25, top_k=17)
     monkeypatch.setattr(server, "_default_max_tokens", 77)
-    allowed = VllmMlx().max_tokens
+    allowed = VllmMlx(ServerSettings.read()).max_tokens
     resolved = sampling.resolve(Sampling(), OutputLimits(), allowed, server_wide)
     assert (resolved.temperature, resolved.top_k, resolved.max_tokens) == (0.25, 17, 77)
     assert (resolved.top_p, resolved.repetition_penalty, resolved.seed) == (1.0, 1.0, None)
@@ -443,7 +444,7 @@ def test_flag_overrides_model_file_overrides_recommendation(
     if model is not None:
         (tmp_path / "generation_config.json").write_text(model)
     engine: Any = SimpleNamespace(model=str(tmp_path))
-    assert VllmMlx().defaults(engine).sampling == expected
+    assert VllmMlx(ServerSettings.read()).defaults(engine).sampling == expected
 
 
 @pytest.mark.parametrize(

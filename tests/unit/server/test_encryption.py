@@ -11,7 +11,6 @@ from scripted_host import ScriptedEngine, SingleEngineHost
 from vllm_mlx_harmony.server import encryption as sealing
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.front_end import FrontEnd
-from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.storage.single_server import SingleServer
 from vllm_mlx_harmony.server.storage.store import MemoryStore
 
@@ -28,7 +27,7 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def front_end() -> FrontEnd:
     """The front end of a server that has just started."""
     host = SingleEngineHost(ScriptedEngine({}))
-    return FrontEnd(host, ServerSettings.read(), SingleServer(MemoryStore()))
+    return FrontEnd(host, SingleServer(MemoryStore()))
 
 
 @pytest.mark.parametrize("text", ["", "Need the weather.", "é 😀 <|end|>\n", "x" * 100_000])
