@@ -20,6 +20,7 @@ import logging
 import resource
 import time
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def limited(server: type[uvicorn.Server]) -> type[uvicorn.Server]:
 def _limit(config: uvicorn.Config) -> None:
     most = (_raise_descriptors() - RESERVED) // 2
     bases = (LimitedConnection, config.http_protocol_class)
-    config.http_protocol_class = type("LimitedProtocol", bases, {"most": most})
+    namespace = {"connection_limit": ConnectionLimit(most)}
+    config.http_protocol_class = type("LimitedProtocol", bases, namespace)
     config.ws_per_message_deflate = False
     accepting = logging.getLogger("asyncio")
     if not any(isinstance(existing, OncePerSecond) for existing in accepting.filters):
@@ -73,10 +75,24 @@ def _raise_descriptors() -> int:
     return DESCRIPTORS[0] if soft == resource.RLIM_INFINITY else soft
 
 
-class LimitedConnection:
-    """Mixed into uvicorn's HTTP protocols. ``most`` connections may be open."""
+class ConnectionLimit:
+    """The number of connections that a server may have, and its log of those above that."""
 
-    most: int
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._logged = -inf
+
+    def log_rejected(self) -> None:
+        """Logs that connections are closed, once a second at most."""
+        if time.monotonic() - self._logged >= 1:
+            self._logged = time.monotonic()
+            logger.warning("closing new connections: %d are open", self.most)
+
+
+class LimitedConnection:
+    """Mixed into uvicorn's HTTP protocols."""
+
+    connection_limit: ConnectionLimit
     connections: set[object]
     transport: Any
     cycle: Any
@@ -84,8 +100,8 @@ class LimitedConnection:
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)  # type: ignore[misc]
-        if len(self.connections) > self.most:
-            _log_rejected(self.most)
+        if len(self.connections) > self.connection_limit.most:
+            self.connection_limit.log_rejected()
             transport.abort()
         else:
             self._expect_head()
@@ -115,16 +131,6 @@ class LimitedConnection:
         upgraded = self.transport.get_protocol() is not self  # it is a WebSocket by now
         if not upgraded and (self.cycle is None or self.cycle.response_complete):
             self.transport.abort()
-
-
-_rejected = 0.0
-
-
-def _log_rejected(most: int) -> None:
-    global _rejected
-    if time.monotonic() - _rejected >= 1:
-        _rejected = time.monotonic()
-        logger.warning("closing new connections: %d are open", most)
 
 
 class OncePerSecond(logging.Filter):

@@ -16,7 +16,6 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -39,7 +38,7 @@ from vllm_mlx_harmony.core.grammar import (
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import expected_headers
 from vllm_mlx_harmony.core.turn import Turn
-from vllm_mlx_harmony.server.grammar_checks import GrammarCheck
+from vllm_mlx_harmony.server.grammar_checks import POOL, GrammarCheck
 from vllm_mlx_harmony.server.settings import Enforcement, variable
 from vllm_mlx_harmony.tasks import in_thread
 
@@ -169,17 +168,12 @@ def _compile(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled:
     return compiled
 
 
-_threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="harmony-grammar")
-"""Most of them wait for the helper process, so asyncio's few default threads are not used. There
-are many, since a request that gets no thread would wait longer than ``REQUEST_WAIT_SECONDS``."""
-
-
 async def _with_check(compiling: Callable[[GrammarCheck], _R], tenant: str) -> _R:
     """Calls ``compiling`` in a thread, with a check of the tenant's grammars. Raises ``HostError``
     503 for ``CheckUnavailable``."""
     loop = asyncio.get_running_loop()
     try:
-        return await loop.run_in_executor(_threads, compiling, GrammarCheck(tenant))
+        return await loop.run_in_executor(POOL.threads, compiling, GrammarCheck(tenant))
     except CheckUnavailable as error:
         problem = f"the grammar for these tools and formats cannot be checked now: {error}"
         raise HostError(problem, retry_after=1) from error

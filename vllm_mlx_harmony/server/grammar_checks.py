@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
 from typing import Any, TypeAlias
@@ -48,9 +49,19 @@ ANSWER_TIMEOUT = 20.0
 """Seconds for an answer, including the start of the process: one that needs more hangs."""
 
 WIDTH = 2
+"""Grammars that are checked at once. As a tenant has one place at most, the second is for others
+while the first is taken by an expensive grammar, for up to `MAX_ELAPSED` seconds."""
+
 NICE = 10
+"""Added to the niceness of a helper process: where it competes with the server for a processor,
+Linux gives it about a tenth of the time."""
+
 CACHE_BYTES, ENTRY_BYTES = 4 * 2**20, 400
 """Bytes of all verdicts, and of one without its text."""
+
+MAX_THREADS = 256
+"""Most of them wait for a helper process, so asyncio's few default threads are not used. There are
+many, since a request that gets no thread would wait longer than ``REQUEST_WAIT_SECONDS``."""
 
 LIMIT_EXCEEDED = "it takes too much time, memory or depth to compile"
 
@@ -72,19 +83,19 @@ class GrammarCheck:
     def __call__(self, text: str) -> str:
         return self.verdict(text)[0]
 
-    def verdict(self, text: str, begun: str = "") -> Verdict:
-        """The verdict on ``text``, for output that starts with ``begun``.
+    def verdict(self, text: str, prefill: str = "") -> Verdict:
+        """The verdict on ``text``, for output that begins with ``prefill``.
 
         Raises ``CheckUnavailable``.
         """
         verdicts = self._pool.verdicts
-        key = self._tenant, sha256(f"{text}\0{begun}".encode()).digest()
+        key = self._tenant, sha256(f"{text}\0{prefill}".encode()).digest()
         verdict = verdicts.get(key)
         if verdict is None:
             self._until = self._until or time.monotonic() + REQUEST_WAIT_SECONDS
             with self._pool.checking.place(self._tenant, self._until):
                 verdict = verdicts.get(key)  # another request may have tried it meanwhile
-                verdict = verdict or self._pool.trial(text, begun)
+                verdict = verdict or self._pool.trial(text, prefill)
             verdicts.put(key, verdict, ENTRY_BYTES + len(verdict[0]))
         return verdict
 
@@ -94,14 +105,16 @@ class GrammarCheck:
 
 
 class WorkerPool:
-    """What the requests of one server process share: verdicts, places, and helper processes."""
+    """What the requests of one server process share: verdicts, places, threads, and helper
+    processes."""
 
     def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="harmony-grammar")
         self.verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(CACHE_BYTES)
         self.checking, self.writing = _Places(WIDTH), _Places(1)
         self.idle: list[_Worker] = []
 
-    def trial(self, text: str, begun: str) -> Verdict:
+    def trial(self, text: str, prefill: str) -> Verdict:
         """The verdict of a helper process, for the holder of a place. Raises
         ``CheckUnavailable``."""
         limits = {"limits": LIMITS, "cpu_seconds": CPU_SECONDS, "seconds": MAX_ELAPSED}
@@ -110,7 +123,7 @@ class WorkerPool:
                 worker = self.idle.pop()
             except IndexError:  # another thread may have taken the last one
                 worker = _Worker()
-            answer = worker.answer({"text": text, "begun": begun, **limits})
+            answer = worker.answer({"text": text, "prefill": prefill, **limits})
         except OSError as error:
             logger.error("strict schemas and syntaxes cannot be checked: %s", error)
             raise CheckUnavailable("the helper process does not answer") from error
@@ -176,7 +189,7 @@ class _Places:
         self._width = width
         self._changed = threading.Condition()
         self.waiting: list[tuple[str, object]] = []
-        self.taken: set[str] = set()
+        self.holders: set[str] = set()
 
     @contextmanager
     def place(self, tenant: str, until: float | None = None) -> Iterator[None]:
@@ -184,8 +197,8 @@ class _Places:
         ticket = tenant, object()
 
         def is_next() -> bool:
-            first = next((entry for entry in self.waiting if entry[0] not in self.taken), None)
-            return first is ticket and len(self.taken) < self._width
+            first = next((entry for entry in self.waiting if entry[0] not in self.holders), None)
+            return first is ticket and len(self.holders) < self._width
 
         with self._changed:
             self.waiting.append(ticket)
@@ -193,7 +206,7 @@ class _Places:
                 left = None if until is None else max(0.0, until - time.monotonic())
                 if not self._changed.wait_for(is_next, left):
                     raise CheckUnavailable("timed out waiting for the checker")
-                self.taken.add(tenant)
+                self.holders.add(tenant)
                 self.waiting.sort(key=lambda entry: entry[0] == tenant)
             finally:
                 self.waiting.remove(ticket)
@@ -202,7 +215,7 @@ class _Places:
             yield
         finally:
             with self._changed:
-                self.taken.remove(tenant)
+                self.holders.remove(tenant)
                 self._changed.notify_all()
 
 

@@ -82,7 +82,7 @@ def _say(answer: object) -> None:
 def _answer(question: dict[str, Any], tokenizer: LLTokenizer) -> None:
     """Tries one grammar, and ends the process.
 
-    The question: ``text``, the beginning of the output (``begun``), llguidance's ``limits``, and
+    The question: ``text``, ``prefill``, the beginning of the output, llguidance's ``limits``, and
     the limits of CPU (``cpu_seconds``) and wall-clock time (``seconds``). The answer: the problem,
     empty if there is none, and the growth of the process in bytes.
     """
@@ -110,12 +110,12 @@ def _problem(tokenizer: LLTokenizer, question: dict[str, Any]) -> str:
     """Why the text cannot be compiled and applied to output, in one line; empty if it can."""
     from llguidance import LLMatcher, LLParserLimits
 
-    text, begun = question["text"], question["begun"].encode()
+    text, prefill = question["text"], question["prefill"].encode()
     limits = LLParserLimits(**question["limits"])
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     draws = random.Random(1)  # the same bytes each time
-    if begun and not matcher.is_error():
-        matcher.try_consume_tokens(list(begun))
+    if prefill and not matcher.is_error():
+        matcher.try_consume_tokens(list(prefill))
     for _ in range(STEPS):
         bias = matcher.compute_logit_bias()
         allowed = [token for token in _CANDIDATES if bias[token]]

@@ -65,9 +65,9 @@ def test_verdict_is_cached_for_its_tenant(
     tried: list[str] = []
     original = WorkerPool.trial
 
-    def counted(self, text, begun):  # type: ignore[no-untyped-def]
+    def counted(self, text, prefill):  # type: ignore[no-untyped-def]
         tried.append(tenant)
-        return original(self, text, begun)
+        return original(self, text, prefill)
 
     monkeypatch.setattr(WorkerPool, "trial", counted)
     for tenant in ("a", "a", "b", "a", "b"):
@@ -156,7 +156,7 @@ def test_tenants_take_turns() -> None:
         thread.join()
     assert order == ["a", "b", "a", "b", "a"]
     assert not pool.writing.waiting
-    assert not pool.writing.taken
+    assert not pool.writing.holders
 
 
 def test_request_that_times_out_moves_no_other() -> None:
