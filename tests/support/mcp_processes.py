@@ -61,7 +61,7 @@ def children() -> list[str]:
 async def call_tool(
     box: Toolbox, name: str, arguments: str, *, seconds: float = 600.0, room: int = 10_000
 ) -> ToolFinished:
-    return await box.run(ServerCall("call_1", name, arguments), box.namespaces, seconds, room)
+    return await box.execute(ServerCall("call_1", name, arguments), box.namespaces, seconds, room)
 
 
 @contextmanager

@@ -43,7 +43,8 @@ class Entry:
     method: str
     path: str
     model: str
-    begun: float
+    started: float
+    """On the monotonic clock."""
     key: str | None = None
     status: int = 0
     result: str | None = None
@@ -63,7 +64,7 @@ class Entry:
         """Writes the line if both halves have ended."""
         if self.form != "off" and self.exchanged and not self.generating:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            logger.info("%s", self.line(now, time.monotonic() - self.begun))
+            logger.info("%s", self.line(now, time.monotonic() - self.started))
 
     def line(self, now: str, seconds: float) -> str:
         """The line; names and paths are quoted, so that no client can forge a line."""

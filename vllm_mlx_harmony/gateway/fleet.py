@@ -260,7 +260,7 @@ class Fleet:
         return min((length for length in lengths if length is not None), default=None)
 
     @property
-    def patience(self) -> float:
+    def silence_timeout(self) -> float:
         """Seconds of silence that an engine may be taken down for."""
         return min(self.routing.rule.min_silence, self.limit * MAX_SILENT_FRACTION)
 
@@ -382,13 +382,13 @@ class FleetEngine:
 
     def _silence_allowed(self, attempt: _Attempt) -> float:
         """Seconds until the engine must generate an id; positive while no other one is up."""
-        patience = self.fleet.routing.rule.min_silence
+        min_silence = self.fleet.routing.rule.min_silence
         silence = attempt.silence(time.monotonic())
-        shortest = min(patience, self.deadline.total * MAX_SILENT_FRACTION)
+        shortest = min(min_silence, self.deadline.total * MAX_SILENT_FRACTION)
         if silence < shortest:  # nearly always, and cheap
             return shortest - silence
         if not any(backend.up for backend in self.fleet.backends if backend is not attempt.backend):
-            return patience
+            return min_silence
         return max(shortest, attempt.backend.expected(attempt)) - silence
 
     def _failed(
@@ -400,7 +400,7 @@ class FleetEngine:
         """Records a failure. Returns whether the request is its cause: then it is not retried."""
         backend = attempt.backend
         if isinstance(error, EngineSilent):
-            if attempt.silence(time.monotonic()) >= self.fleet.patience:
+            if attempt.silence(time.monotonic()) >= self.fleet.silence_timeout:
                 backend.silent(error.message)
             else:
                 backend.doubt()
@@ -427,10 +427,12 @@ class FleetEngine:
         silence = attempt.silence(now)
         waited = silence if attempt.first_at else now - max(attempt.began, attempt.progress_at)
         early = deadline.total - silence if attempt.first_at else deadline.at - now
-        over = early <= LATE
-        counts = silence >= self.fleet.patience or (over and deadline.total >= self.fleet.limit)
+        expired = early <= LATE
+        counts = silence >= self.fleet.silence_timeout or (
+            expired and deadline.total >= self.fleet.limit
+        )
         late = waited >= backend.expected(attempt)
-        if late and (counts or over):
+        if late and (counts or expired):
             backend.routing.avoid(attempt.key, backend)
         if late and counts:
             backend.failed(f"it generated nothing for {waited:.0f} seconds")

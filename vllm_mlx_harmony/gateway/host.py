@@ -203,12 +203,12 @@ class Gateway:
         access = access_log.current.get() or self.access(request.scope)
         if access.exhausted is not None:
             raise self._too_many(access, str(access.exhausted), access.exhausted.wait)
-        end: Callable[[], Awaitable[None]] | None = _no_release
+        release: Callable[[], Awaitable[None]] | None = _no_release
         if limit := self._limits(access.key).concurrent_requests:
-            end = await self.limiter.begin(access.key or "", limit)
-        if end is None:
+            release = await self.limiter.acquire(access.key or "", limit)
+        if release is None:
             raise self._too_many(access, f"{limit} concurrent requests")
-        return Lease(self.engine_for(deadline), tenant_of(request), deadline, end)
+        return Lease(self.engine_for(deadline), tenant_of(request), deadline, release)
 
     async def forward(self, request: Request) -> Response:
         """There is no server behind this one."""
@@ -224,10 +224,10 @@ class Gateway:
             self._day, self._defaults = today, replace(self._defaults, date=date)
         return self._defaults
 
-    def max_tokens(self, asked: int | None) -> int:
-        if asked is None:
+    def max_tokens(self, requested: int | None) -> int:
+        if requested is None:
             return self.settings.default_max_output_tokens
-        return min(asked, self.settings.max_output_tokens)
+        return min(requested, self.settings.max_output_tokens)
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -267,10 +267,10 @@ class Gateway:
     def access(self, scope: Scope) -> Entry:
         """The entry of a request, which over a WebSocket has no HTTP exchange of its own."""
         form, path = self.settings.access_log, scope["path"]
-        begun, model = time.monotonic(), self.settings.model
+        started, model = time.monotonic(), self.settings.model
         if scope["type"] == "websocket":
-            return Entry(form, "WEBSOCKET", path, model, begun, status=101, exchanged=True)
-        return Entry(form, scope["method"], path, model, begun)
+            return Entry(form, "WEBSOCKET", path, model, started, status=101, exchanged=True)
+        return Entry(form, scope["method"], path, model, started)
 
     def _limits(self, name: str | None) -> KeyLimits:
         """The limits of a key; those of every key if it was revoked while its request ran."""

@@ -152,7 +152,7 @@ class RequestTracker:
         self._metrics = metrics
         self._api = api
         self._stream = "true" if stream else "false"
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         self._first: float | None = None
         self._finished = False
         metrics.running.inc()
@@ -160,9 +160,9 @@ class RequestTracker:
     def observe_ttft(self) -> None:
         if self._first is None:
             self._first = time.monotonic()
-            self._metrics.first.labels(self._api).observe(self._first - self._begun)
+            self._metrics.first.labels(self._api).observe(self._first - self._started)
             if self._access is not None:
-                self._access.first = time.monotonic() - self._access.begun
+                self._access.first = time.monotonic() - self._access.started
 
     def reasoning_ended(self, reason: str) -> None:
         self._metrics.reasoning_ended.labels(reason).inc()
@@ -175,7 +175,7 @@ class RequestTracker:
         metrics.running.dec()
         metrics.requests.labels(self._api, self._stream, result, *self._key).inc()
         now = time.monotonic()
-        metrics.seconds.labels(self._api).observe(now - self._begun)
+        metrics.seconds.labels(self._api).observe(now - self._started)
         if self._first is not None and usage.completion_tokens > 1:
             between = (now - self._first) / (usage.completion_tokens - 1)
             metrics.per_token.labels(self._api).observe(between)

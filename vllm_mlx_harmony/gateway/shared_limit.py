@@ -27,11 +27,11 @@ from vllm_mlx_harmony.server.peers.connection import (
 
 T = TypeVar("T")
 
-LEASE = 60
+EXPIRY_SECONDS = 60
 """Seconds until the entry of a running request expires unless it is renewed."""
 
-RENEWED = 20
-"""Seconds between two renewals."""
+RENEWAL_SECONDS = 20
+"""Seconds between two renewals: two of them may fail in a row."""
 
 
 class Limiter:
@@ -52,11 +52,13 @@ class Limiter:
             return []
         now = time.time()
         own = self._counts.add(name, quotas, now)
-        budgets = await self._shared(lambda shared: add(shared, name, quotas, now)) or own
+        budgets = (
+            await self._call_redis(lambda connection: add(connection, name, quotas, now)) or own
+        )
         if exceeded(budgets, "requests"):
             back = limits.quotas(requests=-1)
             self._counts.add(name, back, now)
-            await self._shared(lambda shared: add(shared, name, back, now))
+            await self._call_redis(lambda connection: add(connection, name, back, now))
         return budgets
 
     def tokens(self, name: str, limits: KeyLimits, tokens: int) -> None:
@@ -66,43 +68,43 @@ class Limiter:
             now = time.time()
             self._counts.add(name, quotas, now)
             if self._connection is not None:
-                coming = self._shared(lambda shared: add(shared, name, quotas, now))
+                coming = self._call_redis(lambda connection: add(connection, name, quotas, now))
                 task: asyncio.Task[object] = asyncio.ensure_future(coming)
                 self._writing.add(task)
                 task.add_done_callback(self._writing.discard)
 
-    async def begin(self, name: str, limit: int) -> Callable[[], Awaitable[None]] | None:
-        """Counts a running request; returns what ends it, or ``None`` if it is one too many."""
-        request, had = uuid4().hex, False
+    async def acquire(self, name: str, limit: int) -> Callable[[], Awaitable[None]] | None:
+        """Counts a running request; returns what releases it, or ``None`` if it is one too many."""
+        request, acquired = uuid4().hex, False
         self._concurrent[name] += 1
         self._running[request] = name
 
-        async def end() -> None:
+        async def release() -> None:
             self._concurrent[self._running.pop(request)] -= 1
-            await self._shared(lambda shared: remove(shared, name, request))
+            await self._call_redis(lambda connection: remove(connection, name, request))
 
         try:
-            running = await self._shared(
-                lambda shared: acquire_slot(shared, name, request, time.time())
+            running = await self._call_redis(
+                lambda connection: acquire_slot(connection, name, request, time.time())
             )
-            had = (running or self._concurrent[name]) <= limit
+            acquired = (running or self._concurrent[name]) <= limit
         finally:
-            if not had:
-                await end()
-        return end if had else None
+            if not acquired:
+                await release()
+        return release if acquired else None
 
     async def renew(self) -> None:
         """Renews the entries of running requests, for as long as the process runs."""
         while True:
-            await asyncio.sleep(RENEWED)
+            await asyncio.sleep(RENEWAL_SECONDS)
             if running := tuple(self._running.items()):
-                await self._shared(partial(renew, running=running, now=time.time()))
+                await self._call_redis(partial(renew, running=running, now=time.time()))
 
     async def close(self) -> None:
         """Returns when all counts have been written."""
         await asyncio.gather(*self._writing)
 
-    async def _shared(self, command: Callable[[Connection], T]) -> T | None:
+    async def _call_redis(self, command: Callable[[Connection], T]) -> T | None:
         """Calls ``command`` in a thread; ``None`` without a Redis, or if Redis does not answer."""
         if self._connection is not None:
             with suppress(PeersError):
@@ -113,7 +115,7 @@ class Limiter:
 # --- Commands, which block and raise ``PeersError``; ``now`` is Unix time
 
 
-def add(shared: Connection, name: str, quotas: list[Quota], now: float) -> list[Budget]:
+def add(connection: Connection, name: str, quotas: list[Quota], now: float) -> list[Budget]:
     """``Counts.add`` for all gateways."""
 
     def counted(redis: Any) -> list[Any]:
@@ -125,7 +127,7 @@ def add(shared: Connection, name: str, quotas: list[Quota], now: float) -> list[
             pipe.get(last)
         return list(pipe.execute())
 
-    found = shared.call(counted)
+    found = connection.call(counted)
     return [
         quota.budget(now, int(count), int(last or 0))
         for quota, count, last in zip(quotas, found[::3], found[2::3], strict=True)
@@ -136,33 +138,33 @@ def _place(name: str, quota: Quota, window: int) -> str:
     return key_of("rate", name, quota.unit, str(quota.seconds), str(window))
 
 
-def acquire_slot(shared: Connection, name: str, request: str, now: float) -> int:
+def acquire_slot(connection: Connection, name: str, request: str, now: float) -> int:
     """Adds a running request; returns the number of all."""
     place = key_of("running", name)
 
     def add_and_count(redis: Any) -> list[Any]:
         pipe = redis.pipeline()
         pipe.zremrangebyscore(place, "-inf", now)
-        pipe.zadd(place, {request: now + LEASE})
-        pipe.expire(place, 2 * LEASE)
+        pipe.zadd(place, {request: now + EXPIRY_SECONDS})
+        pipe.expire(place, 2 * EXPIRY_SECONDS)
         pipe.zcard(place)
         return list(pipe.execute())
 
-    return int(shared.call(add_and_count)[-1])
+    return int(connection.call(add_and_count)[-1])
 
 
-def remove(shared: Connection, name: str, request: str) -> None:
-    shared.call(lambda redis: redis.zrem(key_of("running", name), request))
+def remove(connection: Connection, name: str, request: str) -> None:
+    connection.call(lambda redis: redis.zrem(key_of("running", name), request))
 
 
-def renew(shared: Connection, running: tuple[tuple[str, str], ...], now: float) -> None:
+def renew(connection: Connection, running: tuple[tuple[str, str], ...], now: float) -> None:
     """Renews the entries of ``running`` requests, which are ids and names of keys."""
 
     def renewed(redis: Any) -> None:
         pipe = redis.pipeline()
         for request, name in running:
-            pipe.zadd(key_of("running", name), {request: now + LEASE}, xx=True)
-            pipe.expire(key_of("running", name), 2 * LEASE)
+            pipe.zadd(key_of("running", name), {request: now + EXPIRY_SECONDS}, xx=True)
+            pipe.expire(key_of("running", name), 2 * EXPIRY_SECONDS)
         pipe.execute()
 
-    shared.call(renewed)
+    connection.call(renewed)

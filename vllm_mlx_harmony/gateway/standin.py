@@ -79,7 +79,7 @@ class StandinEngine:
         return 0
 
 
-class Host(Gateway):
+class StandinGateway(Gateway):
     """A gateway whose engine is in its own process."""
 
     def __init__(self, settings: GatewaySettings, engine: StandinEngine) -> None:
@@ -87,9 +87,9 @@ class Host(Gateway):
         self._engine = engine
 
     async def models(self) -> dict[str, Any]:
-        listed = await super().models()
-        listed["data"][0]["max_model_len"] = self._engine.context_length
-        return listed
+        document = await super().models()
+        document["data"][0]["max_model_len"] = self._engine.context_length
+        return document
 
     async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
         lease = await super().acquire(request, model, deadline)
@@ -100,7 +100,7 @@ class Host(Gateway):
 def serve(settings: GatewaySettings, pace: float) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
     os.environ[ids.ID_ENDPOINT_VARIABLE] = "1"
-    host = Host(settings, StandinEngine(settings.model, pace))
+    host = StandinGateway(settings, StandinEngine(settings.model, pace))
     app = application(host, host.sharing)
     config = uvicorn.Config(
         app,

@@ -113,7 +113,7 @@ class Tools:
             name, arguments = function["name"], function["arguments"]
             text = arguments if isinstance(arguments, str) else dumps(arguments)
             call = ServerCall(f"call_{uuid4().hex[:24]}", recipients.get(name, name), text)
-            answered = await self.toolbox.run(
+            answered = await self.toolbox.execute(
                 call, namespaces, limits.max_seconds, limits.max_output_tokens
             )
             failure = answered.failure

@@ -38,9 +38,9 @@ class Failures:
                 status = message["status"]
             elif status >= ERROR:
                 owner = tenant_of(HTTPConnection(scope))
-                said = _message(message.get("body", b""))
+                text = _message(message.get("body", b""))
                 method, path = scope["method"], scope["path"]
-                self._log.failures.append(Failure(time.time(), method, path, status, said, owner))
+                self._log.failures.append(Failure(time.time(), method, path, status, text, owner))
                 status = 0
             await send(message)
 

@@ -145,9 +145,9 @@ def _turn(
     defaults: Defaults,
     tenant: str,
 ) -> Turn:
-    asked = User(question.text(labels))
+    message = User(question.text(labels))
     return Turn(
-        (Instructions(INSTRUCTIONS), *request.messages, asked),
+        (Instructions(INSTRUCTIONS), *request.messages, message),
         effort=Effort.LOW,
         identity=defaults.identity,
         date=defaults.date,

@@ -257,7 +257,7 @@ async def _run_tools(
         yield [ToolStarted(call if from_history else None)]
         for observer in observers:
             observer.tool(call)
-        finished = await tools.run(call, prompt_tokens, context_length)
+        finished = await tools.execute(call, prompt_tokens, context_length)
         results.append(ServerResult(call.id, call.name, finished.text))
         # In a thread: a result within the history renders the whole prompt again.
         is_last = len(results) == len(calls)

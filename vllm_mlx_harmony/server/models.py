@@ -16,9 +16,9 @@ from vllm_mlx_harmony.server.model_names import check_length
 
 async def entries(front_end: FrontEnd) -> list[dict[str, Any]]:
     """The entries of ``GET /v1/models``: the host's, and one for each alias of its model."""
-    listed = [_described(front_end, model) for model in (await front_end.host.models())["data"]]
-    aliases = ({**listed[0], "id": name} for name in front_end.names.aliases)
-    return [*listed, *aliases]
+    described = [_described(front_end, model) for model in (await front_end.host.models())["data"]]
+    aliases = ({**described[0], "id": name} for name in front_end.names.aliases)
+    return [*described, *aliases]
 
 
 async def entry(front_end: FrontEnd, name: str) -> dict[str, Any]:
@@ -73,11 +73,11 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
 # --- LM Studio (https://lmstudio.ai/docs/developer/rest/endpoints)
 
 
-def _of_lm_studio(listed: dict[str, Any]) -> dict[str, Any]:
-    length = listed.get("max_model_len")
+def _of_lm_studio(entry: dict[str, Any]) -> dict[str, Any]:
+    length = entry.get("max_model_len")
     lengths = {"max_context_length": length, "loaded_context_length": length}
     return {
-        "id": listed["id"],
+        "id": entry["id"],
         "object": "model",
         "type": "llm",
         "publisher": "openai",

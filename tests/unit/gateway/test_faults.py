@@ -187,7 +187,7 @@ def test_response_without_a_reader_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine sends its status late; the reader is slow, and then leaves."""
-    monkeypatch.setattr(http, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(http, "ACCEPTED_AFTER_SECONDS", 0.1)
     engine = Late("vllm", SCRIPTS, held=True, faults=[Fault(after=None)])
 
     async def read_status(url: str) -> None:

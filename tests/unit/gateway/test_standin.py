@@ -21,7 +21,7 @@ from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
-from vllm_mlx_harmony.gateway.standin import TEXT, Host, StandinEngine, application
+from vllm_mlx_harmony.gateway.standin import TEXT, StandinEngine, StandinGateway, application
 from vllm_mlx_harmony.server import enforcement, ids
 
 MODEL, KEY = "gpt-oss-20b", "key-of-the-engine"
@@ -45,7 +45,7 @@ def url() -> Iterator[str]:
         patch.setenv(ids.ID_ENDPOINT_VARIABLE, "1")
         patch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
         settings = GatewaySettings(engines=(), model=MODEL, keys=(Key("gateway", digest(KEY)),))
-        with run_server(application(Host(settings, StandinEngine(MODEL, 0.0)))) as engine:
+        with run_server(application(StandinGateway(settings, StandinEngine(MODEL, 0.0)))) as engine:
             over = GatewaySettings(engines=(Spec(engine, key=KEY),), model=MODEL)
             with run_server(gateway(over)) as url:
                 yield url

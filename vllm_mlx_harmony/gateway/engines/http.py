@@ -61,6 +61,9 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
 from vllm_mlx_harmony.tasks import cancel_and_wait
 
 CONNECT_SECONDS = 5.0
+"""How long a connection may take, also with a lost packet or two: TCP sends a second SYN after one
+second, and a third after three. Another engine gets the request then."""
+
 KEEP_ALIVE_SECONDS = 4.0
 """How long an idle connection is kept. uvicorn, which serves vLLM and SGLang, closes it after 5
 seconds, and a request sent at that moment would be lost."""
@@ -80,7 +83,7 @@ FAILURES = (ClientError, OSError, asyncio.TimeoutError, ValueError)
 NOT_CONNECTED = (ClientConnectorError, ServerTimeoutError)
 """Those raised before a connection exists."""
 
-PATIENCE_SECONDS = 2.0
+ACCEPTED_AFTER_SECONDS = 2.0
 """A request without a response for so long counts as accepted: some engines send no status before
 they have computed the prompt."""
 
@@ -177,15 +180,15 @@ class HttpEngine:
         turn = _Turn(matcher, settings, len(prompt))
         for number in range(MAX_CONTINUATIONS):
             finish: Finish | None = None
-            taken = ACCEPTED
+            last = ACCEPTED
             async with aclosing(self.stream(sent)) as steps:
                 async for step in steps:
                     finish = finish or step.finish
-                    taken = turn.take(step)
+                    last = turn.take(step)
                     if turn.forced:
                         break  # other ids must follow than those of this stream
-                    if taken.ids or taken.progress or (step is ACCEPTED and number == 0):
-                        yield taken
+                    if last.ids or last.progress or (step is ACCEPTED and number == 0):
+                        yield last
                     if (turn.ended or turn.full) and finish is None:
                         turn.count(cached=await _cached_at_end(steps))
                         finish = None if turn.ended else "length"
@@ -196,7 +199,7 @@ class HttpEngine:
                 return
             if not turn.forced:
                 raise OutputError("the engine's response ended before the answer was complete")
-            yield turn.force(taken)
+            yield turn.force(last)
             count = len(turn.ids)
             if settings.max_tokens <= count:
                 yield turn.step(finish="length")
@@ -258,7 +261,7 @@ class HttpEngine:
         ending: asyncio.TimerHandle | None = None
         try:
             try:
-                await asyncio.wait({sending}, timeout=PATIENCE_SECONDS)
+                await asyncio.wait({sending}, timeout=ACCEPTED_AFTER_SECONDS)
                 if not sending.done():
                     yield ACCEPTED
                 response = await sending
@@ -385,8 +388,8 @@ class _Turn:
         progress = None if self.ids else step.progress
         return self.step(ids, None, origins, logprobs, progress)
 
-    def force(self, taken: Step) -> Step:
-        """``taken`` with the forced ids, which now belong to the turn."""
+    def force(self, last: Step) -> Step:
+        """The ``last`` step with the forced ids, which now belong to the turn."""
         room = max(0, self._settings.max_tokens - len(self.ids))
         forced, self.forced = self.forced[:room], ()
         self._accepted_before, self._rejected_before = self._accepted, self._rejected
@@ -394,12 +397,12 @@ class _Turn:
             for token in forced:
                 self._matcher.consume(token)
         self.ids += forced
-        origins, logprobs = taken.origins, taken.logprobs
+        origins, logprobs = last.origins, last.logprobs
         if self._settings.origins:
             origins += Origin.FORCED * len(forced)
         if self._settings.top_logprobs is not None:  # no content: they are not shown
             logprobs += tuple(TokenLogprob(token, 0.0) for token in forced)
-        return self.step(taken.ids + forced, None, origins, logprobs)
+        return self.step(last.ids + forced, None, origins, logprobs)
 
 
 def _salt(tenant: str) -> str:

@@ -51,9 +51,9 @@ def _step(event: Json, seen: int) -> Step:
 
 
 def capabilities_of(about: Json) -> Capabilities:
-    """Those of a server that says this ``about`` its id endpoint."""
-    listed = about.get("settings")
-    settings = listed if isinstance(listed, list) else []
+    """Those of a server whose id endpoint responds with ``about`` to GET."""
+    if not isinstance(settings := about.get("settings"), list):
+        settings = []
     return replace(
         PLUGIN.capabilities,
         logprobs="top_logprobs" in settings,

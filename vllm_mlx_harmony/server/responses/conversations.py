@@ -101,11 +101,11 @@ async def list_items(request: Request, conversation_id: str) -> Response:
     """``GET /v1/conversations/{conversation_id}/items``: a page of the items."""
     key = _key(request, conversation_id)
 
-    def listed(caller: Caller) -> Mapping[str, Any]:
+    def page(caller: Caller) -> Mapping[str, Any]:
         items = _conversations(caller).find(key).input_items
         return resource.page(items, request.query_params)
 
-    return await _answer(request, listed)
+    return await _answer(request, page)
 
 
 async def create_items(request: Request, conversation_id: str) -> Response:
@@ -175,9 +175,9 @@ async def _body(request: Request) -> tuple[Defaults, object]:
     return front_end.host.defaults(None), document.value
 
 
-async def _answer(request: Request, made: Callable[[Caller], Mapping[str, Any]]) -> Response:
-    """The document that ``made`` makes for a caller, in a thread: it may read long items."""
-    return await json_in_thread(made, Caller(front_end_of(request), tenant_of(request)))
+async def _answer(request: Request, make: Callable[[Caller], Mapping[str, Any]]) -> Response:
+    """The document that ``make`` returns, called in a thread: it may read long items."""
+    return await json_in_thread(make, Caller(front_end_of(request), tenant_of(request)))
 
 
 _ALL = "/v1/conversations"

@@ -55,7 +55,7 @@ class References:
         stored = self.stored(response_id)
         if stored is None:
             raise resource.not_found(response_id, param="previous_response_id")
-        if resource.is_running(stored.document) and all_responses.runs_elsewhere(key):
+        if resource.is_running(stored.document) and all_responses.is_running_elsewhere(key):
             raise resource.not_ready(response_id)
         return stored
 

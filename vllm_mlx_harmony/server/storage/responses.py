@@ -85,7 +85,7 @@ class Responses:
         running = self._background.get(key)
         return running is not None and not running.done
 
-    def runs_elsewhere(self, key: ResourceKey) -> bool:
+    def is_running_elsewhere(self, key: ResourceKey) -> bool:
         """Whether another server generates the background response. Blocks."""
         return self._sharing.runs(key)
 

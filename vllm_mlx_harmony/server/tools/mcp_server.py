@@ -242,7 +242,7 @@ class McpServer:
         self._check.clear()
         async with Client(self._watched(), message_handler=on_message, cache=None) as client:
             self._version = client.protocol_version
-            tools = await self._listed(client)
+            tools = await self._list_tools(client)
             if self._is_lost():  # the server has closed the connection meanwhile
                 return
             self._state, self._client, self.tools = ConnectionState.READY, client, tools
@@ -265,7 +265,7 @@ class McpServer:
 
     async def _list_again(self, client: Client) -> None:
         """Updates the tools. Raises if the server does not answer any more."""
-        tools = await asyncio.wait_for(self._listed(client), self.timeout)
+        tools = await asyncio.wait_for(self._list_tools(client), self.timeout)
         if self._is_lost():
             return
         self._state = ConnectionState.READY
@@ -339,13 +339,14 @@ class McpServer:
         from mcp.client.streamable_http import streamable_http_client
         from mcp.shared._httpx_utils import create_mcp_http_client
 
-        made = http() if http else create_mcp_http_client(headers=config.headers)
-        client = await stack.enter_async_context(made)
+        client = await stack.enter_async_context(
+            http() if http else create_mcp_http_client(headers=config.headers)
+        )
         return await stack.enter_async_context(
             streamable_http_client(config.url, http_client=client)
         )
 
-    async def _listed(self, client: Client) -> tuple[Tool, ...]:
+    async def _list_tools(self, client: Client) -> tuple[Tool, ...]:
         """All tools of the server that the operator allows."""
         tools: list[Tool] = []
         cursor: str | None = None

@@ -204,7 +204,7 @@ class Toolbox:
 
     # --- One call
 
-    async def run(
+    async def execute(
         self,
         call: ServerCall,
         namespaces: Sequence[Namespace],

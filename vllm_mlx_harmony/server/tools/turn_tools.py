@@ -75,7 +75,7 @@ class TurnTools:
         """Whether the turn pauses before the next call, until its caller sends the turn back."""
         return self.turn.pauses and self.exhausted
 
-    async def run(
+    async def execute(
         self, call: ServerCall, prompt_tokens: int, context_length: int | None
     ) -> ToolFinished:
         """Runs ``call`` in a conversation of ``prompt_tokens``."""
@@ -91,7 +91,7 @@ class TurnTools:
             room = context_length - prompt_tokens - RESERVED_ANSWER_TOKENS
         # A stream that is silent for the whole time limit is ended, so a call must end before that.
         seconds = min(self._until - now, max(self.seconds - 1.0, self.seconds / 2))
-        return await self.toolbox.run(
+        return await self.toolbox.execute(
             call, self.turn.namespaces, seconds, room, self.request_servers, sessions=self._sessions
         )
 

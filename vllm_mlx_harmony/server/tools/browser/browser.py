@@ -175,10 +175,10 @@ class Session:
         wanted = _integer(arguments, "topn", 10)
         count = max(1, min(MAX_RESULTS, 10 if wanted < 1 else wanted))
         domains = self._limits
-        asked = query
+        engine_query = query
         if len(domains.allowed) == 1:  # search engines know this operator
-            asked = f"{query} site:{domains.allowed[0]}"
-        hits = await self._browser.engine.search(asked, count)
+            engine_query = f"{query} site:{domains.allowed[0]}"
+        hits = await self._browser.engine.search(engine_query, count)
         results: dict[str, tuple[str, str, list[str]]] = {}
         for hit in hits:
             try:

@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from html import unescape
 from typing import Any, Protocol
 from urllib.parse import urlencode, urlsplit
@@ -64,7 +65,7 @@ def engine_of(text: str, environment: Mapping[str, str] = os.environ) -> SearchE
         key = environment.get(variable, "").strip()
         if not key:
             raise HostError(f"--web-search {name} requires {variable}")
-        return JsonEngine(name, lambda *asked: request(key, *asked), path, extract)
+        return JsonEngine(name, partial(request, key), path, extract)
     known = ", ".join(("ddgs", "searxng:URL", *_KEYED))
     raise HostError(f"--web-search: {text!r} is not one of {known}")
 
@@ -148,9 +149,9 @@ def _searxng(url: str) -> Callable[[str, int], _Request]:
 
 
 def _brave(key: str, query: str, count: int) -> _Request:
-    asked = urlencode({"q": query, "count": count, "text_decorations": "false"})
+    parameters = urlencode({"q": query, "count": count, "text_decorations": "false"})
     headers = (("Accept", "application/json"), ("X-Subscription-Token", key))
-    return _Request(f"https://api.search.brave.com/res/v1/web/search?{asked}", headers)
+    return _Request(f"https://api.search.brave.com/res/v1/web/search?{parameters}", headers)
 
 
 def _tavily(key: str, query: str, count: int) -> _Request:
