@@ -8,7 +8,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = re.compile(r"([0-9]{1,15}(?:\.[0-9]+(?=\s*[KMGT]))?)\s*([KMGT]?)(?:I?B)?")
 
 
-def number(text: str) -> int:
+def parse_size(text: str) -> int:
     """``32``, ``64M`` or ``1.5GiB`` as a number. Raises ``ValueError`` for any other text."""
     found = _NUMBER.fullmatch(text.upper())
     if found is None:
@@ -16,7 +16,7 @@ def number(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """Bytes in the largest of these units that fits, such as ``1.5 GiB``."""
     for unit in "GMK":
         if nbytes >= _UNITS[unit]:

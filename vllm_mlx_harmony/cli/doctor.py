@@ -440,7 +440,7 @@ def _cache(directory: Path) -> Group:
     """The prefix cache on disk: its content, or why it cannot be used."""
     from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES
     from vllm_mlx_harmony.engine.disk.index import NAME, contents_of
-    from vllm_mlx_harmony.sizes import size
+    from vllm_mlx_harmony.sizes import format_size
 
     home = directory / DIRECTORY
     try:
@@ -460,7 +460,7 @@ def _cache(directory: Path) -> Group:
     message = f"nothing in {directory} yet"
     if found is not None:
         message = (
-            f"{size(found.nbytes)}, {found.pieces:,} pieces of {found.conversations:,} "
+            f"{format_size(found.nbytes)}, {found.pieces:,} pieces of {found.conversations:,} "
             f"conversations, {found.turns:,} turns, in {directory}"
         )
     return _one("disk cache", True, message)
@@ -488,7 +488,7 @@ def _memory(model: str) -> Iterator[Finding]:
     from vllm_mlx_harmony.engine.memory import Budget, layout_of
     from vllm_mlx_harmony.engine.mlx_engine import Options
     from vllm_mlx_harmony.model_files import CONFIG, configuration, length_of, path_of
-    from vllm_mlx_harmony.sizes import size
+    from vllm_mlx_harmony.sizes import format_size
 
     layout = layout_of(configuration(model, CONFIG))
     if layout is None:
@@ -497,7 +497,7 @@ def _memory(model: str) -> Iterator[Finding]:
     weights = sum(path.stat().st_size for path in files)
     limit = int(device.memory(_configured_memory()) * Options().utilization)
     longest, window = Budget(limit, layout, 0).longest(weights), length_of(model)
-    beside = f"beside {size(weights)} of weights in {size(limit)}"
+    beside = f"beside {format_size(weights)} of weights in {format_size(limit)}"
     if longest < 1:
         fix = "use a smaller model, or --gpu-memory-utilization 0.95"
         yield Finding(False, "memory", f"nothing fits {beside}", fix)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.mlx_engine import MlxEngine
-from vllm_mlx_harmony.sizes import size
+from vllm_mlx_harmony.sizes import format_size
 
 
 def memory(engine: MlxEngine) -> str:
-    return f"{size(engine.weight_bytes)} of {size(engine.budget.limit)} used"
+    return f"{format_size(engine.weight_bytes)} of {format_size(engine.budget.limit)} used"
 
 
 def context(engine: MlxEngine | None, window: int | None) -> str:
@@ -24,10 +24,10 @@ def context(engine: MlxEngine | None, window: int | None) -> str:
 def prefix_cache() -> list[str]:
     """Its limits, and what is on disk."""
     budget, disk = resources.budget(), resources.disk
-    parts = [f"up to {size(budget)} in memory" if budget else "off"]
+    parts = [f"up to {format_size(budget)} in memory" if budget else "off"]
     if disk is not None:
         found = disk.counters()
         conversations = f"{found.conversations:,} conversation{'s' * (found.conversations != 1)}"
-        held = f"{size(found.nbytes)}, {conversations}, from {disk.directory}"
-        parts.append(f"up to {size(disk.budget)} on disk: {held}")
+        held = f"{format_size(found.nbytes)}, {conversations}, from {disk.directory}"
+        parts.append(f"up to {format_size(disk.budget)} on disk: {held}")
     return parts

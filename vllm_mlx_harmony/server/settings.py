@@ -20,7 +20,7 @@ from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.reasoning import answering_budget
 from vllm_mlx_harmony.core.turn import NO_THINKING, Effort, OutputLimits, ReasoningField
 from vllm_mlx_harmony.engine_api.engine import Speculate
-from vllm_mlx_harmony.sizes import number
+from vllm_mlx_harmony.sizes import parse_size
 
 E = TypeVar("E", bound=Enum)
 
@@ -52,7 +52,8 @@ STORE_VARIABLE = variable("store")
 
 
 def _positive(text: str) -> int:
-    if (value := number(text)) < 1:
+    """A number from 1; like a size, it may have a unit."""
+    if (value := parse_size(text)) < 1:
         raise ValueError(f"{text!r} is less than 1")
     return value
 
@@ -67,7 +68,8 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _digits(text: str) -> int:
+def _count(text: str) -> int:
+    """A number without a unit, which may be 0."""
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{text!r} is not a number")
     return int(text)
@@ -125,7 +127,7 @@ def _effort(text: str) -> Effort | None:
 
 
 def _budget(text: str) -> int | Literal["off"]:
-    return "off" if text.lower() == "off" else _digits(text)
+    return "off" if text.lower() == "off" else _count(text)
 
 
 def without_password(url: str) -> str:
@@ -168,7 +170,7 @@ class ServerSettings:
     reasoning_budget: Annotated[int | Literal["off"] | None, _budget] = None
     """Reasoning budget in tokens, for requests that set none. ``off``: not even a small
     ``max_tokens`` sets one."""
-    repetitions: Annotated[int | None, _digits] = None
+    repetitions: Annotated[int | None, _count] = None
     """Repetitions in a row of the same text after which reasoning is ended, 0: no limit. ``None``:
     32, and no limit if nothing is enforced."""
 
@@ -180,38 +182,38 @@ class ServerSettings:
     """Longest pause of an answer while a prompt is computed, in ms."""
     speculate: Annotated[Speculate, _speculate] = "auto"
     """Whether several ids may be computed at once; see ``engine_api.engine.Speculate``."""
-    cache: Annotated[int | None, number] = None
+    cache: Annotated[int | None, parse_size] = None
     """Size of the prefix cache in memory, 0 for none. ``None``: a sixteenth of the memory."""
-    ssd_writes: Annotated[int, number] = 100 << 30
+    ssd_writes: Annotated[int, parse_size] = 100 << 30
     """Bytes that may be written to the disk in a day, 0 for no limit. The default is some 4 million
     new tokens of gpt-oss-20b, every day for about four years until an SSD of 256 GB is worn out."""
-    memory: Annotated[int | None, number] = None
+    memory: Annotated[int | None, parse_size] = None
     """Memory for models where there is no Metal. ``None``: that of the machine or container."""
-    wired: Annotated[int | None, number] = None
+    wired: Annotated[int | None, parse_size] = None
     """Memory that Metal keeps for models, 0 for none. ``None``: see ``engine.device``."""
     status_line: Annotated[bool, _switch] = True
     """Whether the progress of prompts is shown on the server's terminal."""
 
     # --- Limits of requests and streams
 
-    max_body: Annotated[int, number] = 32 * 2**20
+    max_body: Annotated[int, parse_size] = 32 * 2**20
     """Maximum size of a request body."""
-    max_values: Annotated[int, number] = 50_000
+    max_values: Annotated[int, parse_size] = 50_000
     """Maximum number of JSON values in a body. Parsing this many takes 10 to 15 ms, and a garbage
     collection that visits the resulting objects about 15."""
-    stream_bytes: Annotated[int, number] = 8 * 2**20
+    stream_bytes: Annotated[int, parse_size] = 8 * 2**20
     """Maximum unread bytes of an answer. An answer that has more is ended."""
     stream_seconds: Annotated[float, _seconds] = 60.0
     """Seconds after which a client that does not read is disconnected."""
     ping_seconds: Annotated[float, _seconds] = 5.0
     """Seconds of silence after which a ping is sent, or a comment in APIs that have no pings; 0:
     never."""
-    background_bytes: Annotated[int, number] = 256 * 2**20
+    background_bytes: Annotated[int, parse_size] = 256 * 2**20
     """Maximum bytes of all running background responses. More are rejected with 503."""
 
     # --- What is stored
 
-    replay: Annotated[int, _digits] = 64
+    replay: Annotated[int, _count] = 64
     """MiB of generated turns that are kept in memory; 0 disables reuse."""
     store: Annotated[str, _store] = ""
     """The SQLite file, or the URL of the Redis, in which responses are stored; empty: in memory. A
@@ -266,6 +268,7 @@ class ServerSettings:
 
 
 REPETITIONS = 32
+"""The default; `core.reasoning` explains why a table has fewer than a loop."""
 
 
 @dataclass(frozen=True, slots=True)

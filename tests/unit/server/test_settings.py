@@ -12,7 +12,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.turn import Effort, ReasoningField
 from vllm_mlx_harmony.server.settings import ServerSettings, Use, variable
-from vllm_mlx_harmony.sizes import size
+from vllm_mlx_harmony.sizes import format_size
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 
@@ -138,4 +138,4 @@ def test_page_states_defaults(name: str, default: object) -> None:
     ("nbytes", "expected"), [(5, "5 bytes"), (3 << 29, "1.5 GiB"), (64 << 20, "64 MiB")]
 )
 def test_size_is_formatted(nbytes: int, expected: str) -> None:
-    assert size(nbytes) == expected
+    assert format_size(nbytes) == expected

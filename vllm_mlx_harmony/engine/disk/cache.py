@@ -47,7 +47,7 @@ from vllm_mlx_harmony.engine.disk.index import NAME, Contents, Index, Row, key_o
 from vllm_mlx_harmony.engine.disk.safetensors import Damaged, Tensors, encoded, verified
 from vllm_mlx_harmony.engine.disk.writer import WriteJob, Writer
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Sized
-from vllm_mlx_harmony.sizes import size
+from vllm_mlx_harmony.sizes import format_size
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -317,7 +317,7 @@ class DiskCache:
             logger.warning(
                 "prefix cache: the daily limit of %s written to %s is reached; new entries stay in "
                 "memory until midnight",
-                *(size(limit), self.directory),
+                *(format_size(limit), self.directory),
             )
         self._spent = spent
         return not spent
