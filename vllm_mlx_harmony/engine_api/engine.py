@@ -21,7 +21,7 @@ constraint leaves no alternative; ``auto``: copied ids as well, where that is fa
 class GenerationSettings:
     """What an engine needs besides the prompt. If ``seed`` is ``None``, the engine chooses one.
 
-    ``origins`` asks it to report how each id came about (``Step.origins``).
+    ``origins`` asks it to report the ``Origin`` of each id (``Step.origins``).
     ``prediction`` has ids that the answer is likely to repeat. ``top_logprobs`` as in ``Sampling``.
     """
 

@@ -27,8 +27,15 @@ from vllm_mlx_harmony.server.front_end import host_of
 from vllm_mlx_harmony.server.host import tenant_of
 
 SECONDS = 12 * 3600
+"""Seconds for which a cookie is valid. Then the page asks for the key again."""
+
 MAX_SESSIONS = 100
+"""Cookies that are valid at a time. One more ends the oldest."""
+
 MAX_KEY_LENGTH = 1_000
+"""Characters of a key that is tried. A longer one is invalid; a login may have `routes.MAX_LOGIN`
+bytes."""
+
 PATH = "/harmony"
 
 SECURITY = {

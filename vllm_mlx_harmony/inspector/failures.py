@@ -17,6 +17,8 @@ from vllm_mlx_harmony.server.host import tenant_of
 
 PATHS = ("/v1/", "/harmony/v1/")
 MAX_LENGTH = 4_000
+"""Characters of a message in the log; the rest is cut off. Messages may quote the request."""
+
 ERROR = 400
 
 

@@ -36,6 +36,8 @@ MAX_ANSWER = 2 * 2**20
 """Characters of an answer in the shape of its API; the rest is left out."""
 
 MAX_FAILURES = 50
+"""Error responses in the log. The page gets all of them each time that it asks for the server's
+state."""
 
 MINUTES = 60
 """Minutes of which the number of generated tokens is kept."""
@@ -47,10 +49,10 @@ SECRETS = frozenset({"authorization", "authorization_token", "headers"})
 class Record:
     """An ``Observer`` that stores what it sees. Times are in seconds since the prompt was ready.
 
-    ``times`` has the time of each id in ``output``, and ``origins`` how it came about, as in
-    ``Step``. ``results`` are the parts of ``output`` that are not generated, but results of tools
-    that the server ran. ``frames`` is the answer as its API has it: events, or one document.
-    ``dropped`` counts the events that are left out.
+    ``times`` and ``origins`` have the time and the ``Origin`` of each id in ``output``. ``results``
+    are the parts of ``output`` that are not generated, but results of tools that the server ran.
+    ``frames`` is the answer as its API has it: events, or one document. ``dropped`` counts the
+    events that are left out.
     """
 
     def __init__(self, log: Log, observed: ObservedRequest) -> None:

@@ -40,6 +40,8 @@ MAX_SILENCE = 15.0
 """Seconds after which a comment shows proxies that the connection is alive."""
 
 MAX_STREAMS = 32
+"""Pages that may be open. Each of them looks for changes every ``SECONDS`` seconds, and the next
+one gets 503."""
 
 MAX_LOGIN = 4_096
 """Bytes of the body of a login."""

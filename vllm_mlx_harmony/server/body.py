@@ -53,11 +53,14 @@ MAX_RATIO = 100
 Conversations with repeated tool results reach 30; deflate itself, 1,030."""
 
 SMALL_INFLATED = 2**20
+"""Bytes that any compressed body may have, whatever its ratio, and that are inflated before other
+requests get their turn."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """A possible lone surrogate. A response that repeated it could not be encoded."""
 
 _SLICE = 2**16
+"""Bytes of a body that are examined at once, so that copies of them stay small."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,7 @@ async def _generate(leased_request: LeasedRequest[Api[IdRequest]]) -> Response:
     if leased_request.front_end.observer_factories:
         settings = replace(settings, origins=True)
     check_logprobs(lease, settings, "settings.top_logprobs")
-    context: Any = IdContext(prompt)
+    context: Any = IdContext(prompt)  # the part of a Context that this job uses
     job = Job(
         lease,
         context,

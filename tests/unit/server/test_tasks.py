@@ -21,11 +21,13 @@ def freezes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     calls: list[str] = []
     monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
     monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
-    monkeypatch.setattr(tasks, "_frozen", False)
+    tasks.unfreeze()
+    calls.clear()
     before = sys.getswitchinterval()
     sys.setswitchinterval(DEFAULT)
     yield calls
     sys.setswitchinterval(before)
+    tasks.unfreeze()
 
 
 def requests(number: int) -> None:

@@ -46,7 +46,11 @@ class BackgroundResponse:
     """
 
     def __init__(
-        self, job: Job, begin: Callable[..., Answer], emitter: StoringEmitter, written_input: str
+        self,
+        job: Job,
+        emitter: StoringEmitter,
+        start_answer: Callable[..., Answer],
+        written_input: str,
     ) -> None:
         self.key = emitter.key
         self.events: list[Event] = []
@@ -58,7 +62,7 @@ class BackgroundResponse:
         self._generating: tuple[Answer, StoringEmitter] | None = None
         self._append(emitter.create())
         self._pings_after = job.server_settings.ping_seconds
-        answer = begin(job, announced=True, sink=self._append)
+        answer = start_answer(job, announced=True, sink=self._append)
         self._generating = answer, emitter
 
     @property
@@ -143,10 +147,9 @@ class BackgroundResponses:
         self._all: OrderedDict[ResourceKey, BackgroundResponse] = OrderedDict()
 
     async def start(
-        self, job: Job, emitter: StoringEmitter, begin: Callable[..., Answer]
+        self, job: Job, emitter: StoringEmitter, start_answer: Callable[..., Answer]
     ) -> BackgroundResponse:
-        """Starts the response of ``emitter``, whose answer ``begin`` starts, as
-        ``LeasedRequest.start_answer`` does.
+        """Starts the response of ``emitter``, and with ``start_answer`` the answer to ``job``.
 
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
         """
@@ -166,7 +169,7 @@ class BackgroundResponses:
                 code="background_full",
                 retry_after=RETRY_SECONDS,
             )
-        running = BackgroundResponse(job, begin, emitter, written_input)
+        running = BackgroundResponse(job, emitter, start_answer, written_input)
         self._all[running.key] = running
         return running
 

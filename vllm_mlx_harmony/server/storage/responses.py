@@ -59,15 +59,16 @@ class Responses:
         return emitter
 
     async def start(
-        self, job: Job, emitter: StoringEmitter, begin: Callable[..., Answer]
+        self, job: Job, emitter: StoringEmitter, start_answer: Callable[..., Answer]
     ) -> BackgroundResponse:
-        """Starts a background response, whose answer ``begin`` makes, and tells other servers.
+        """Starts a background response, and tells other servers. ``start_answer`` is the method of
+        the job's `LeasedRequest`.
 
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
         """
         try:
             await self._sharing.announce(emitter.stored)
-            response = await self._background.start(job, emitter, begin)
+            response = await self._background.start(job, emitter, start_answer)
         except BaseException:
             await self._sharing.withdraw(emitter.key)
             raise

@@ -42,7 +42,8 @@ logger = logging.getLogger("vllm_mlx_harmony")
 
 MAX_COUNT = 1000
 MAX_BYTES = 256 * 1024 * 1024
-"""Maximum bytes of all responses in a store."""
+"""Maximum number and bytes of all responses in a store. One that was dropped cannot be continued:
+``previous_response_id`` gets 404."""
 
 
 class ResourceKey(NamedTuple):

@@ -33,9 +33,11 @@ MAX_QUERY, MAX_PATTERN = 1_000, 200
 """Characters of a query and of a pattern."""
 
 MAX_MATCHES, MATCH_LINES = 50, 4
-"""Matches in a page, and the lines that are shown of each."""
+"""Matches in a page, and the lines that are shown of each, as in gpt-oss's repository."""
 
 CACHE_BYTES, CACHE_SECONDS = 64 * 2**20, 900.0
+"""Size of the cache of pages, and the age at which a page is fetched again: a model that reads one
+in parts, or looks for something in it, should see the same page."""
 
 _NUMBER = {"type": "number", "default": -1}
 _TEXT = {"type": "string"}

@@ -26,6 +26,8 @@ MAX_BYTES = 2 * 2**20
 """Bytes of a page that are read. The rest is cut off."""
 
 MAX_REDIRECTS = 5
+"""As RFC 2068 recommended: more usually indicate a loop."""
+
 MAX_URL = 2_000
 """Characters of a URL, as in most browsers and search engines."""
 

@@ -41,6 +41,10 @@ CONNECTING = 10.0
 REMEMBERED = 300.0
 """Seconds for which a list of tools is cached."""
 
+CACHE_BYTES, MAX_LISTS = 32 * 2**20, 1_024
+"""Size of the cache of lists, and their number: each tenant, URL and set of headers has its own.
+The least recently used one is fetched again."""
+
 CLOSING = 5.0
 """Seconds within which a connection must close."""
 
@@ -53,7 +57,7 @@ class ClientServers:
     def __init__(self, patterns: Sequence[UrlPattern], timeout: float) -> None:
         self._patterns = tuple(patterns)
         self._timeout = timeout
-        self._lists = lru.ByteLRU[_Key, tuple[tuple[Tool, ...], float]](32 * 2**20, most=1_024)
+        self._lists = lru.ByteLRU[_Key, tuple[tuple[Tool, ...], float]](CACHE_BYTES, MAX_LISTS)
 
     @classmethod
     def of(cls, settings: ServerSettings, timeout: float = 0.0) -> ClientServers:
