@@ -20,7 +20,7 @@ from vllm_mlx_harmony.engine.prefix_cache import SHARED_TENANT
 from vllm_mlx_harmony.host import entry_points, startup_banner
 from vllm_mlx_harmony.host.mount import installed_front_end
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, RegisteredModel, server
-from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine, NotHarmony, engine_of
+from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine, NotHarmonyModel, engine_of
 from vllm_mlx_harmony.model_files import TOKENIZER, is_harmony_model
 from vllm_mlx_harmony.server import defaults, warm_prompts
 from vllm_mlx_harmony.tasks import prepare_process
@@ -35,7 +35,7 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
 
     ``use_batching`` is always set: without it the host would load an engine of its own. The model
     is loaded here, so that one that cannot be loaded ends the start; it is left out of garbage
-    collection from then on (`tasks`). Raises ``NotHarmony``, and ``HostError`` for files
+    collection from then on (`tasks`). Raises ``NotHarmonyModel``, and ``HostError`` for files
     that are missing or damaged.
     """
 
@@ -43,7 +43,7 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
     def load(model_name: str, use_batching: bool = False, **keywords: object) -> object:
         path = str(keywords.get("model_path") or model_name)
         if is_harmony_model(path) is False:
-            raise NotHarmony(model_name)
+            raise NotHarmonyModel(model_name)
         result, vllm = original(model_name, True, **keywords), server()
         if vllm._engine is not None:  # not one that is loaded when it is asked for
             trusted = bool(keywords.get("trust_remote_code"))

@@ -40,7 +40,7 @@ _GB = 1e9
 _Decoder = getincrementaldecoder("utf-8")
 
 
-class NotHarmony(HostError):
+class NotHarmonyModel(HostError):
     """The model is not a Harmony model, although the flag asks for one."""
 
     code = "not_harmony"
@@ -111,7 +111,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             return self._tokenizer_read
 
     def prepare_for_start(self) -> None:
-        """Loads the model; blocks. Raises ``NotHarmony`` for any other model."""
+        """Loads the model; blocks. Raises ``NotHarmonyModel`` for any other model."""
         with self._loading:
             if self.engine is not None:
                 return
@@ -131,7 +131,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         if (harmony := is_harmony_model(str(directory))) is None:
             raise FileNotFoundError(f"{directory} has no {TOKENIZER}")
         if not harmony:
-            raise NotHarmony(self.model_name)
+            raise NotHarmonyModel(self.model_name)
         return loading.load(self.path, directory, trust_remote_code=trusted)
 
     def _files(self) -> tuple[Path, bool]:

@@ -35,7 +35,7 @@ from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.mount import Route
 from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.host.tool_parser import HarmonyToolParser
-from vllm_mlx_harmony.host.vllm_mlx_engine import NotHarmony
+from vllm_mlx_harmony.host.vllm_mlx_engine import NotHarmonyModel
 from vllm_mlx_harmony.required_names import OTHERS, Name, Requirement, find_problem
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.settings import ServerSettings
@@ -475,7 +475,7 @@ def test_other_model_is_rejected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def serve(args: argparse.Namespace) -> None:
-        raise NotHarmony("MODEL is not Harmony")
+        raise NotHarmonyModel("MODEL is not Harmony")
 
     monkeypatch.setattr(vllm_mlx.cli, "serve_command", serve)
     host.install()

@@ -16,7 +16,7 @@ pytest.importorskip("vllm_mlx", reason="needs the host")
 from vllm_mlx_harmony import model_files
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import engine_factories
-from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine, NotHarmony
+from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine, NotHarmonyModel
 from vllm_mlx_harmony.model_files import is_harmony_model
 
 
@@ -32,9 +32,9 @@ def other(tmp_path: Path) -> Path:
 def test_directory_of_another_model_is_not_loaded(other: Path) -> None:
     loaded: list[str] = []
     load = engine_factories.load_model(lambda model_name, *_, **__: loaded.append(model_name))
-    with pytest.raises(NotHarmony, match="org/name"):
+    with pytest.raises(NotHarmonyModel, match="org/name"):
         load("org/name", model_path=str(other))
-    with pytest.raises(NotHarmony):
+    with pytest.raises(NotHarmonyModel):
         load(str(other))
     assert loaded == []
 
