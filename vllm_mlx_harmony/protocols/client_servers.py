@@ -62,6 +62,9 @@ def headers_of(
 
 _NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
 _MAX_HEADERS, _MAX_VALUE = 64, 16_384
+"""Headers for one server, and characters of each value. Servers accept no more: Node.js, for
+example, 16 KiB for all headers together."""
+
 _CONNECTION_HEADERS = frozenset(
     {"host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer"}
 )
