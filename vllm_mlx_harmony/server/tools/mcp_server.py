@@ -45,10 +45,10 @@ FIRST_PAUSE, MAX_PAUSE = 0.5, 60.0
 """Seconds before the first attempt to reconnect, and the most before any later one; the pause
 doubles each time."""
 
-STEADY = 30.0
+STEADY_SECONDS = 30.0
 """Duration of a connection in seconds after which the pause starts at ``FIRST_PAUSE`` again."""
 
-STARTING = 60.0
+START_TIMEOUT = 60.0
 """Seconds within which a server must be ready. Its command may download it first."""
 
 MAX_PAGES = 100
@@ -90,8 +90,8 @@ def check_package() -> None:
 class McpServer:
     """An MCP server as a ``ToolServer``.
 
-    ``http`` makes the HTTP client, in place of the package's own. ``starting`` is the timeout of a
-    connection attempt in seconds. ``log`` is the level of all log records, if given.
+    ``http`` makes the HTTP client, in place of the package's own. ``start_timeout`` is that of a
+    connection attempt, in seconds. ``log`` is the level of all log records, if given.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class McpServer:
         default_timeout: float,
         *,
         http: Callable[[], httpx2.AsyncClient] | None = None,
-        starting: float = STARTING,
+        start_timeout: float = START_TIMEOUT,
         log: int | None = None,
     ) -> None:
         self.label = label
         self.description = config.description
         self.timeout = config.timeout or default_timeout
         self._config = config
-        self._http, self._starting = http, starting
+        self._http, self._start_timeout = http, start_timeout
         self._info, self._warning = log or logging.INFO, log or logging.WARNING
         self.tools: tuple[Tool, ...] = ()
         self._state = ConnectionState.STOPPED
@@ -191,7 +191,7 @@ class McpServer:
             try:
                 await asyncio.wait(
                     {connection, ready},
-                    timeout=self._starting,
+                    timeout=self._start_timeout,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if not (connection.done() or ready.done()):
@@ -208,7 +208,7 @@ class McpServer:
             elif not self._is_lost():
                 self._disconnected(ConnectionState.LOST, CONNECTION_LOST)
             self._tried.set()
-            if loop.time() - began > STEADY:
+            if loop.time() - began > STEADY_SECONDS:
                 pause = FIRST_PAUSE
             message = "tool server %s: %s; reconnecting in %.1f s"
             logger.log(self._warning, message, self.label, self.problem, pause)

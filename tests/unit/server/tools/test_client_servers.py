@@ -204,7 +204,7 @@ def test_tool_list_is_cached_for_equal_credentials() -> None:
 
 
 def test_cached_tool_list_expires(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_servers, "REMEMBERED", 0.0)
+    monkeypatch.setattr(client_servers, "LIST_MAX_AGE", 0.0)
     port = free_port()
     host = host_with_urls(f"http://127.0.0.1:{port}", scripts={"Say hello.": LAST})
 
@@ -386,7 +386,7 @@ def test_unreachable_server_is_an_error(
     Nothing that the server sends is logged.
     """
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(client_servers, "CONNECTING", 2.0)
+    monkeypatch.setattr(client_servers, "START_TIMEOUT", 2.0)
     _Strange.seen.clear()
     with strange() as server, strange() as other:
         port = server.server_address[1]

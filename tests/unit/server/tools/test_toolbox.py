@@ -153,7 +153,7 @@ def test_time_in_the_queue_does_not_count_as_silence() -> None:
 
 def test_start_returns_while_a_silent_server_is_still_closed() -> None:
     config = ServerConfig(command=sys.executable, args=["-c", "import time; time.sleep(60)"])
-    server = McpServer("silent", config, 600.0, starting=0.2)
+    server = McpServer("silent", config, 600.0, start_timeout=0.2)
     box = Toolbox([server], ToolsConfig(), Use.ON)
 
     async def problem() -> str:

@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 TOOL_URLS_VARIABLE = variable("tool_urls")
 
-CONNECTING = 10.0
+START_TIMEOUT = 10.0
 """Seconds within which a server must be connected and have listed its tools."""
 
-REMEMBERED = 300.0
+LIST_MAX_AGE = 300.0
 """Seconds for which a list of tools is cached."""
 
 CACHE_BYTES, MAX_LISTS = 32 * 2**20, 1_024
 """Size of the cache of lists, and their number: each tenant, URL and set of headers has its own.
 The least recently used one is fetched again."""
 
-CLOSING = 5.0
+CLOSE_TIMEOUT = 5.0
 """Seconds within which a connection must close."""
 
 _Key: TypeAlias = "tuple[str, str, bytes]"
@@ -176,13 +176,13 @@ class ConnectedServer:
             raise self._requested.unreachable(str(error)) from error
         self.tools = server.tools
         size = sum(len(json.dumps([tool.description, tool.parameters])) for tool in self.tools)
-        self._lists.put(self._key, (self.tools, time.monotonic() + REMEMBERED), size + 512)
+        self._lists.put(self._key, (self.tools, time.monotonic() + LIST_MAX_AGE), size + 512)
 
     async def stop(self) -> None:
         server, self._server = self._server, None
         if server is not None:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(server.stop(), CLOSING)
+                await asyncio.wait_for(server.stop(), CLOSE_TIMEOUT)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         return await (await self._connection()).call(tool, arguments)
@@ -204,7 +204,7 @@ class ConnectedServer:
                     ServerConfig(transport="sse" if sse else "streamable-http", url=str(self._url)),
                     self.timeout,
                     http=lambda: guarded_http.client(self._url, headers, private=self._private),
-                    starting=CONNECTING,
+                    start_timeout=START_TIMEOUT,
                     log=logging.DEBUG,
                 )
                 self._server = server

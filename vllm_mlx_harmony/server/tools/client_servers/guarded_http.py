@@ -34,7 +34,7 @@ from vllm_mlx_harmony.core.errors import HostError
 MAX_TOTAL_BYTES, MAX_RESPONSE_BYTES = 64 * 2**20, 8 * 2**20
 """Maximum bytes of all responses of a connection, and of one response."""
 
-CONNECTING, READING = 5.0, 300.0
+CONNECT_TIMEOUT, READ_TIMEOUT = 5.0, 300.0
 """Timeouts in seconds of connecting and of reading. A call has a limit of its own."""
 
 _PORTS = {"http": 80, "https": 443}
@@ -111,7 +111,7 @@ def client(
     return httpx2.AsyncClient(
         transport=_GuardedTransport(url, private=private),
         headers=list(headers),
-        timeout=httpx2.Timeout(30.0, connect=CONNECTING, read=READING),
+        timeout=httpx2.Timeout(30.0, connect=CONNECT_TIMEOUT, read=READ_TIMEOUT),
         trust_env=False,
     )
 
@@ -196,7 +196,7 @@ async def _addresses(host: str, port: int, *, private: bool) -> list[str]:
     loop = asyncio.get_running_loop()
     try:
         found = await asyncio.wait_for(
-            loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), CONNECTING
+            loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), CONNECT_TIMEOUT
         )
     except (TimeoutError, OSError, UnicodeError) as error:
         raise httpx2.ConnectError("its host name cannot be resolved") from error
