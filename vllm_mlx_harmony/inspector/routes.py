@@ -95,10 +95,12 @@ class Pages:
             if len(body) > MAX_LOGIN:
                 raise HTTPException(413, "this is not a key")
         try:
-            key = loads(body)["key"]
-            assert isinstance(key, str)
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
-            raise HTTPException(400, "key must be a string") from error
+            document = loads(body)
+        except ValueError:
+            document = None
+        key = document.get("key") if isinstance(document, dict) else None
+        if not isinstance(key, str):
+            raise HTTPException(400, "key must be a string")
         await self._sessions.open(request, key, response)
         return response
 
