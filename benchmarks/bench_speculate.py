@@ -57,7 +57,7 @@ from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
-from vllm_mlx_harmony.engine.sampler import accepted
+from vllm_mlx_harmony.engine.sampler import accepted_count
 from vllm_mlx_harmony.engine.step_costs import ASSUMED, Costs
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 
@@ -287,7 +287,7 @@ def forced_steps(mask: LogitsMask, answer: Sequence[int]) -> int:
             draft = mask.expected(most - len(forced))
             draft = draft[: ASSUMED.best_draft_length(EXPECTED_RIGHT, len(draft))]
             draft = draft[: len(mask.after(draft)) - 1]
-            right = accepted(draft, answer[at : at + len(draft)])
+            right = accepted_count(draft, answer[at : at + len(draft)])
             mask.advance(*draft[:right])
             at += right
             known = bool(draft)  # the device has drawn the next id already

@@ -15,10 +15,10 @@ are those of a batch then, stay together: the prompts become rows at once.
 **Several ids in one step** (``Options.speculate``). A step reads all weights for one id; several
 cost little more. An answer that is alone in its batch computes, together with its next id,
 
-- *forced* ids: the grammar, a budget or the like allows no other (`masks`). They are not drawn.
+- *forced* ids: the grammar, a budget or the like allows no other (`masks`). They are not sampled.
 - a *draft*: ids of the header that is expected (`core.expected_header`), or that it may copy
   (`drafts`). The next id is sampled at each position as if the draft up to there were correct
-  (`sampler.draw_ahead`). Up to and including the first position where it differs from the draft,
+  (`sampler.sample_ahead`). Up to and including the first position where it differs from the draft,
   the result is what sampling one id at a time gives, with the same seed (Leviathan et al.,
   https://arxiv.org/abs/2211.17192). Rejected ids are trimmed from the caches.
 
@@ -43,10 +43,10 @@ from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, Model, evaluate, trim
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import (
     SamplerState,
-    accepted,
-    draw,
-    draw_ahead,
+    accepted_count,
     log_probabilities,
+    sample,
+    sample_ahead,
 )
 from vllm_mlx_harmony.engine.step_costs import WIDTHS, Costs
 from vllm_mlx_harmony.engine_api.engine import Origin
@@ -59,17 +59,18 @@ MAX_CHOICES_TO_WAIT_FOR = 32
 
 
 class Batch:
-    """Rows that are computed together. ``pending`` (rows,) has the ids of the next step; ``known``
-    is the one of a single row, if Python knows it: the last of its prompt, a forced one, the one
-    that was drawn after a draft, or ``pending`` after it was read. It is ``None`` when rows have
-    joined, and after a step without a draft.
+    """Rows that are computed together. ``pending`` (rows,) has the ids of the next step.
+
+    ``next_id`` is the one of a single row, if Python knows it: the last of its prompt, a forced
+    one, the one that was sampled after a draft, or ``pending`` after it was read. It is ``None``
+    when rows have joined, and after a step without a draft.
 
     ``complete``: every answer has all its ids, and the caches lack the last id of each.
     """
 
     def __init__(self, rows: Sequence[Request], layers: Layers, costs: Costs | None = None) -> None:
         self.rows, self.layers, self.costs = list(rows), layers, costs
-        self.known: int | None = None
+        self.next_id: int | None = None
         self.complete = False
         self.pending = _last_ids(rows)
 
@@ -89,7 +90,7 @@ class Batch:
             # One layer after another, so that no more than one exists twice.
             mx.eval(own.keys, own.values)
             self.layers[at], layers[at] = own, None
-        self.pending, self.known = mx.concatenate([self.pending, _last_ids(new)]), None
+        self.pending, self.next_id = mx.concatenate([self.pending, _last_ids(new)]), None
         self.rows = [*rows, *new]
 
     def step(self, model: Model) -> list[tuple[Request, int]]:
@@ -121,10 +122,10 @@ class Batch:
         return found
 
     def _step_rows(self, model: Model) -> list[tuple[Request, int]]:
-        """One id of each row is computed, and the next one is drawn."""
+        """One id of each row is computed, and the next one is sampled."""
         last = self.pending
         logits = model(last[:, None], cache=self.layers)[:, -1, :]
-        self.pending = draw([request.sampler for request in self.rows], last, logits)
+        self.pending = sample([request.sampler for request in self.rows], last, logits)
         masks = [request.sampler.processor for request in self.rows]
         mx.async_eval(self.pending, [mask.likeliest for mask in masks if mask is not None])
         rows = zip(self.rows, last.tolist(), strict=True)
@@ -148,7 +149,7 @@ class Batch:
         mx.async_eval([self.rows[at].scores for at in with_logprobs])
 
     def _read_next(self, costs: Costs) -> bool:
-        """Sets ``known`` to the next id of a single row if it can be had without waiting, or if
+        """Sets ``next_id`` to the next id of a single row if it can be had without waiting, or if
         waiting is likely to pay; returns whether it is known.
 
         Never if its log probabilities are requested: those are computed one by one.
@@ -158,12 +159,12 @@ class Batch:
             return False
         mask = request.sampler.processor
         if not request.stepped:
-            self.known = request.ids[-1]
-        elif self.known is None and mask is not None:
-            self.known = mask.forced()
-        if self.known is None and self._may_have_followers(costs):
-            self.known = int(self.pending.item())
-        return self.known is not None
+            self.next_id = request.ids[-1]
+        elif self.next_id is None and mask is not None:
+            self.next_id = mask.forced()
+        if self.next_id is None and self._may_have_followers(costs):
+            self.next_id = int(self.pending.item())
+        return self.next_id is not None
 
     def _may_have_followers(self, costs: Costs) -> bool:
         """Whether ids that are forced, expected or copied are likely to follow the next one."""
@@ -193,14 +194,14 @@ class Batch:
         (request,) = self.rows
         sampler, drafts = request.sampler, request.drafts
         mask = sampler.processor
-        assert self.known is not None
-        run = [self.known]
-        ends = request.stepped and self.known in vocab.TURN_ENDS
+        assert self.next_id is not None
+        run = [self.next_id]
+        ends = request.stepped and self.next_id in vocab.TURN_ENDS
         most = 0 if ends else min(WIDTHS[-1] - 1, request.remaining_ids)
         origins: str = Origin.SAMPLED
         if mask is not None:
             if request.stepped:
-                mask.advance(self.known)
+                mask.advance(self.next_id)
             origins = mask.origin
             run += mask.follow(costs.max_known_ids(most))
         origins += Origin.FORCED * (len(run) - 1)
@@ -216,35 +217,35 @@ class Batch:
             draft = draft[: len(masks) - 1]
         inputs = mx.array([[*run, *draft]], dtype=mx.uint32)
         logits = model(inputs, cache=self.layers)[0, -len(masks) :]
-        drawn, states = draw_ahead(sampler, run, draft, masks, logits)
-        mx.async_eval(drawn, [] if mask is None else mask.likeliest)
+        sampled, states = sample_ahead(sampler, run, draft, masks, logits)
+        mx.async_eval(sampled, [] if mask is None else mask.likeliest)
         if not draft:
-            self.pending, self.known = drawn, None
+            self.pending, self.next_id = sampled, None
             return found
-        return found + self._accept(draft, drawn, states, is_copy=is_copy)
+        return found + self._accept(draft, sampled, states, is_copy=is_copy)
 
     def _accept(
-        self, draft: list[int], drawn: mx.array, states: list[SamplerState], *, is_copy: bool
+        self, draft: list[int], sampled: mx.array, states: list[SamplerState], *, is_copy: bool
     ) -> list[int]:
-        """The ids of ``draft`` that agree with those that were ``drawn``. The caches and the
+        """The ids of ``draft`` that agree with those that were ``sampled``. The caches and the
         sampler forget the others, and the next id is known."""
         (request,) = self.rows
         mask, drafts = request.sampler.processor, request.drafts
-        tokens = drawn.tolist()
-        right = accepted(draft, tokens)
-        if right < len(draft):
-            trim(self.layers, len(draft) - right)
-            request.sampler.state = states[right]
+        tokens = sampled.tolist()
+        accepted = accepted_count(draft, tokens)
+        if accepted < len(draft):
+            trim(self.layers, len(draft) - accepted)
+            request.sampler.state = states[accepted]
         if mask is not None:
-            mask.advance(*draft[:right])
+            mask.advance(*draft[:accepted])
         if drafts is not None:
-            drafts.extend(draft[:right])
-        request.origins += Origin.COPIED * right
+            drafts.extend(draft[:accepted])
+        request.origins += Origin.COPIED * accepted
         if is_copy:
-            request.accepted += right
-            request.rejected += len(draft) - right
-        self.pending, self.known = drawn[right : right + 1], tokens[right]
-        return draft[:right]
+            request.accepted += accepted
+            request.rejected += len(draft) - accepted
+        self.pending, self.next_id = sampled[accepted : accepted + 1], tokens[accepted]
+        return draft[:accepted]
 
     def remove(self, removed: Collection[Request]) -> None:
         """Removes rows; the others continue."""

@@ -4,7 +4,7 @@ An agent that edits code repeats most of what it has read: the rest of a file, t
 a patch, an earlier call. What followed the last ids where they occurred before is a *draft* of what
 comes next (Yang et al., "Inference with Reference", 2023, https://arxiv.org/abs/2304.04487;
 https://github.com/apoorvumang/prompt-lookup-decoding). The model computes all of a draft in one
-step, and each id is drawn as if it had been computed alone (`sampler`): a draft changes the speed
+step, and each id is sampled as if it had been computed alone (`sampler`): a draft changes the speed
 of an answer, never its content.
 
 **Look-up.** A hash table maps the last ``GRAM`` ids to the place of their last occurrence, and each

@@ -21,7 +21,7 @@ Row: TypeAlias = "tuple[str, float | str | None, str]"
 
 def document(models: Models) -> dict[str, Any]:
     """``GET /harmony/status``: all requests, with the progress of their prompts, and the steps."""
-    listed = []
+    documents = []
     for name, engine in models:
         memory = {
             "limit": engine.budget.limit,
@@ -38,7 +38,7 @@ def document(models: Models) -> dict[str, Any]:
             "rejected_prediction_tokens": engine.totals.drafts_rejected,
         }
         requests = [asdict(status) for status in engine.status()]
-        listed.append(
+        documents.append(
             {
                 "model": name,
                 "memory": memory,
@@ -47,7 +47,7 @@ def document(models: Models) -> dict[str, Any]:
                 "requests": requests,
             }
         )
-    return {"models": listed}
+    return {"models": documents}
 
 
 CACHE = "harmony_prefix_reuse"

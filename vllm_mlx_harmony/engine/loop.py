@@ -396,9 +396,9 @@ class EngineLoop:
                 case Begin(number):
                     with self._failing([self.requests[number]]):
                         self._begin(self.requests[number])
-                case Chunk(number, ids, others):
+                case Chunk(number, ids, other_numbers):
                     self._settle()
-                    requests = [self.requests[number] for number in (number, *others)]
+                    requests = [self.requests[number] for number in (number, *other_numbers)]
                     with self._failing(requests):
                         self._compute(requests, ids)
                 case ScheduledStep():

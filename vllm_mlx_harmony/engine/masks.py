@@ -1,6 +1,6 @@
 """Masks the logits of a sequence whose output has to satisfy a constraint (`core.constraint`).
 
-In each step, for each such row: the matcher consumes the id that was drawn, writes a mask of
+In each step, for each such row: the matcher consumes the id that was sampled, writes a mask of
 201,088 bits, and a compiled function puts -inf where a bit is 0. Only the mask, 25 KB, goes to the
 device. While Python waits for the id the device already computes the logits that follow it (see
 ``sampler``), so a mask costs no time unless it takes longer than a step.
@@ -66,7 +66,7 @@ class LogitsMask:
         return self._choices
 
     def advance(self, *tokens: int) -> None:
-        """Consumes the ids that have been drawn."""
+        """Consumes the ids that have been sampled."""
         if self._origins and tokens:
             mask, likeliest = self._next(), self.likeliest[0] if self.likeliest else None
             if mask is not None and self.choices == 1:

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import KVCache
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, Model, trim
-from vllm_mlx_harmony.engine.sampler import Sampler, draw, draw_ahead
+from vllm_mlx_harmony.engine.sampler import Sampler, sample, sample_ahead
 from vllm_mlx_harmony.engine.step_costs import WIDTHS, Costs
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 
@@ -71,10 +71,10 @@ def measure_step_costs(
                 break
             logits = model(mx.array([[token, *draft]]) if draft else last[None], cache=layers)[0]
             if draft:
-                draw_ahead(sampler, [token], draft, [], logits)[0].tolist()
+                sample_ahead(sampler, [token], draft, [], logits)[0].tolist()
                 trim(layers, width - 1)
             else:
-                last, before = draw([sampler], last, logits), last
+                last, before = sample([sampler], last, logits), last
                 mx.async_eval(last)
                 mx.eval(before)
             if draft or run:

@@ -109,7 +109,7 @@ class Request:
 
     @property
     def remaining_ids(self) -> int:
-        """Maximum number of ids that may follow the next one, which is drawn already."""
+        """Maximum number of ids that may follow the next one, which is sampled already."""
         pending = 1 if self.stepped else 0
         return self.max_length - len(self.ids) - pending
 

@@ -1,4 +1,4 @@
-"""How an id is drawn from logits: a sampler for each sequence, one computation for each step.
+"""How an id is sampled from logits: a sampler for each sequence, one computation for each step.
 
 The sequences of a batch have settings of their own. In each step, what the settings ask for is
 computed at once for all rows that ask for it, with temperature, ``top_p`` and so on as columns
@@ -14,8 +14,8 @@ beside the logits; what a row does not ask for costs it nothing. In this order:
    201,088 floats to find it takes longer than everything else together (and on Metal a partition
    is a sort). But positive floats are ordered as their bits are, as integers: 30 halvings of the
    range find the very float, with nothing read back from the device.
-4. The draw, as an argmax over logits with Gumbel noise. Each sequence has random keys of its own,
-   one per step: the same seed draws the same from the same logits, whatever runs beside it.
+4. Sampling, as an argmax over logits with Gumbel noise. Each sequence has random keys of its own,
+   one per step: the same seed samples the same id from the same logits, whatever runs beside it.
    Temperature comes after the filters, as in mlx-lm.
 
 Everything is computed in float32, whatever the model computes in. Nothing here waits for the
@@ -37,7 +37,7 @@ from vllm_mlx_harmony.engine.masks import LogitsMask, Masking
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 
 SamplerState: TypeAlias = "tuple[int, tuple[Any, ...], mx.array | None, mx.array | None]"
-"""What the next draw of a sequence depends on: see ``Sampler.state``."""
+"""What the next id of a sequence depends on: see ``Sampler.state``."""
 
 MIN_TEMPERATURE = 1e-5
 """Below it, the likeliest id is chosen, as at 0: logits divided by less are infinite. As in vLLM
@@ -52,11 +52,11 @@ _HEADER = (vocab.START, vocab.CHANNEL, vocab.CONSTRAIN, vocab.END)
 
 
 class Sampler:
-    """The settings of one sequence, and the state that its next draw depends on.
+    """The settings of one sequence, and the state that its next id depends on.
 
     ``prompt`` is what the sequence continues: it decides whether a header or text comes first.
     ``processor`` restricts which ids may come next. It is called once per step, in order, and may
-    be called after the last id, because an engine runs one step ahead; ``draw_ahead`` takes masks
+    be called after the last id, because an engine runs one step ahead; ``sample_ahead`` takes masks
     instead and does not call it.
     """
 
@@ -128,7 +128,7 @@ class Sampler:
 
     @property
     def state(self) -> SamplerState:
-        """What the next draw depends on: assigning an earlier one forgets what came after it."""
+        """What the next id depends on: assigning an earlier one forgets what came after it."""
         return self._steps, self._random.getstate(), self._counts, self._in_text
 
     @state.setter
@@ -137,11 +137,11 @@ class Sampler:
         self._random.setstate(key)
 
 
-def draw(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.array:
+def sample(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.array:
     """The next id of each sequence: ids (rows,) from logits (rows, vocabulary).
 
     ``last`` (rows,) are the ids that led to the logits: of the prompt at a sequence's first step,
-    later what was drawn.
+    later what was sampled.
     """
     if any(sampler.adjusts for sampler in samplers):
         read: list[int | None] = [None] * len(samplers)
@@ -159,28 +159,28 @@ def draw(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.ar
         logits = mx.concatenate(parts)
     kinds = [(sampler.greedy, *sampler.filters) for sampler in samplers]
     if len({*kinds}) == 1:
-        return _drawn(samplers, logits, [sampler.key() for sampler in samplers])
-    drawn = mx.zeros((len(samplers),), dtype=mx.uint32)
+        return _sample_alike(samplers, logits, [sampler.key() for sampler in samplers])
+    sampled = mx.zeros((len(samplers),), dtype=mx.uint32)
     for kind in {*kinds}:
         alike = [row for row, own in enumerate(kinds) if own == kind]
         some, rows = [samplers[row] for row in alike], mx.array(alike)
-        drawn[rows] = _drawn(some, logits[rows], [sampler.key() for sampler in some])
-    return drawn
+        sampled[rows] = _sample_alike(some, logits[rows], [sampler.key() for sampler in some])
+    return sampled
 
 
-def draw_ahead(
+def sample_ahead(
     sampler: Sampler,
     run: Sequence[int],
     draft: Sequence[int],
     masks: Sequence[Masking],
     logits: mx.array,
 ) -> tuple[mx.array, list[SamplerState]]:
-    """The id after ``run`` and the id after each id of ``draft``, as if all before it were drawn.
+    """The id after ``run`` and the id after each id of ``draft``, as if all before it were sampled.
 
-    ``run`` is the id that was drawn last, or the prompt's, and those forced after it. ``logits``
+    ``run`` is the id that was sampled last, or the prompt's, and those forced after it. ``logits``
     (places, vocabulary) and ``masks`` are those of the ids that are returned (places,). With each
     comes the state of the sampler after it: assign the state before a wrong id to forget what was
-    drawn after it.
+    sampled after it.
     """
     size = logits.shape[-1]
     for token in run[:-1]:
@@ -194,27 +194,28 @@ def draw_ahead(
             rows[at] = sampler.biased(masks[at](rows[at]))
         keys.append(sampler.key())
         states.append(sampler.state)
-    return _drawn([sampler] * len(keys), mx.concatenate(rows) if rows else logits, keys), states
+    logits = mx.concatenate(rows) if rows else logits
+    return _sample_alike([sampler] * len(keys), logits, keys), states
 
 
-def accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many ids of ``draft`` are right: those before the first place where another is drawn.
+def accepted_count(draft: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many ids of ``draft`` are right: those before the first place where another is sampled.
 
     A draft proposes one id for certain. Rejection sampling accepts it with the probability that the
-    sampler gives it, and else draws another: just as drawing from all of them and comparing does.
+    sampler gives it, and else takes another: just as sampling from all of them and comparing does.
     """
-    pairs = zip(draft, drawn, strict=False)
+    pairs = zip(draft, sampled, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(draft))
 
 
 def log_probabilities(
-    logits: mx.array, drawn: mx.array, most: int
+    logits: mx.array, sampled: mx.array, most: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Of the model's own distribution: the log probabilities of the ids ``drawn`` (rows,), and the
+    """Of the model's own distribution: log probabilities of the ids ``sampled`` (rows,), and the
     ``most`` likeliest ids and their log probabilities (rows, most), likeliest first."""
     logits = logits.astype(mx.float32)
     scores = mx.maximum(logits - mx.logsumexp(logits, axis=-1, keepdims=True), LOWEST_LOGPROB)
-    own = mx.take_along_axis(scores, drawn[:, None], axis=-1)[:, 0]
+    own = mx.take_along_axis(scores, sampled[:, None], axis=-1)[:, 0]
     if not most:
         none = mx.zeros((len(own), 0), dtype=mx.uint32)
         return own, none, none
@@ -224,7 +225,7 @@ def log_probabilities(
     return own, *(mx.take_along_axis(array, order, axis=-1) for array in (ids, found))
 
 
-def _drawn(
+def _sample_alike(
     samplers: Sequence[Sampler], logits: mx.array, keys: Sequence[tuple[int, int]]
 ) -> mx.array:
     """Ids (rows,) for sequences that ask for the same parts, each with values of its own."""

@@ -138,12 +138,12 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next ``ids`` of the prompt of the request ``number``; with ``others``, all that is left
-    of each, the longest of which has so many ids."""
+    """The next ``ids`` of the prompt of the request ``number``. With ``other_numbers``: all that is
+    left of each of these prompts, the longest of which has so many ids."""
 
     number: int
     ids: int
-    others: tuple[int, ...] = ()
+    other_numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class _Prompt:
     tenant: str
     rest: int
     arrival_time: float
-    begun: bool = False
+    has_begun: bool = False
     cached: int = 0
     before: int = 0
     pace: float = 0.0
@@ -189,7 +189,7 @@ class Scheduler:
         self._prompts: dict[int, _Prompt] = {}
         self._answers: set[int] = set()
         self._tenants: dict[str, _Tenant] = {}
-        self._served = 0  # chunks so far
+        self._chunks_done = 0
         self._answers_owed = 0.0  # seconds; if negative, credit for prompts
         self._pace = 0.0  # seconds per id: the last chunk's, averaged with all before
         self._first_steps = 0  # steps to the first id of the newest answer
@@ -206,7 +206,7 @@ class Scheduler:
         """The prompt has its own caches from now on, with ``cached`` of its ids, which took
         ``seconds``; ``rest`` ids are left to compute."""
         prompt = self._prompts[number]
-        prompt.begun, prompt.rest, prompt.cached = True, rest, cached
+        prompt.has_begun, prompt.rest, prompt.cached = True, rest, cached
         prompt.before = cached
         self._charge(prompt, seconds)
 
@@ -215,8 +215,8 @@ class Scheduler:
         if not self._answers:
             self._chunk_lengths.measured(prompt.before, ids, seconds)
         self._charge(prompt, seconds)
-        self._served += 1
-        self._tenants[prompt.tenant].last_served = self._served
+        self._chunks_done += 1
+        self._tenants[prompt.tenant].last_served = self._chunks_done
         prompt.rest -= ids
         prompt.before += ids
         prompt.chunk = ids
@@ -265,18 +265,18 @@ class Scheduler:
         if self._answers and (self._answers_owed > 0 or self._first_steps):
             return ScheduledStep()
         limits = self.limits
-        begun = sum(prompt.begun for prompt in self._prompts.values())
-        free_rows = min(limits.sequences, limits.answers) - begun - len(self._answers)
-        waiting = (prompt for prompt in self._prompts.values() if not prompt.begun)
+        prefills = sum(prompt.has_begun for prompt in self._prompts.values())
+        free_rows = min(limits.sequences, limits.answers) - prefills - len(self._answers)
+        waiting = (prompt for prompt in self._prompts.values() if not prompt.has_begun)
         oldest = min(waiting, key=lambda prompt: prompt.arrival_time, default=None)
-        may_begin = free_rows > 0 and begun < limits.prompts
+        may_begin = free_rows > 0 and prefills < limits.prompts
         if may_begin and oldest is not None and now - oldest.arrival_time > STARVATION_SECONDS:
             free_rows = free_rows if make_room(oldest.number) else 0
         for prompt in self._ranked():
             reserved = limits.prompts > 1 and prompt.rest > limits.chunk
-            if prompt.begun:
+            if prompt.has_begun:
                 return self._together(prompt, free_rows > 0 and may_begin, make_room)
-            if free_rows > 0 and begun < limits.prompts - reserved and make_room(prompt.number):
+            if free_rows > 0 and prefills < limits.prompts - reserved and make_room(prompt.number):
                 return Begin(prompt.number)
         return ScheduledStep() if self._answers else None
 
@@ -291,7 +291,7 @@ class Scheduler:
             for other in self._ranked():
                 if other is first or not _may_be_together([*group, other], most):
                     continue
-                if other.begun:
+                if other.has_begun:
                     group.append(other)
                 elif may_begin and make_room(other.number):
                     return Begin(other.number)
@@ -317,7 +317,7 @@ class Scheduler:
         entry would rank the same."""
         waiting = {prompt.tenant for prompt in self._prompts.values()}
         served = (self._tenants[tenant].last_served for tenant in waiting)
-        first = min(served, default=self._served + 1)
+        first = min(served, default=self._chunks_done + 1)
         self._tenants = {
             name: tenant
             for name, tenant in self._tenants.items()

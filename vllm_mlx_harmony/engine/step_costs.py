@@ -23,7 +23,7 @@ class Costs:
         for width, seconds in zip(self.ids[1:], self.seconds[1:], strict=True):
             if width - 1 > most:
                 break
-            # All of the draft up to the first wrong id, and the id that is drawn there.
+            # All of the draft up to the first wrong id, and the id that is sampled there.
             expected = (1 - accuracy**width) / (1 - accuracy) if accuracy < 1 else width
             if expected / seconds > rate:
                 best, rate = width - 1, expected / seconds

@@ -36,7 +36,7 @@ CHANGED: dict[str, Any] = {
     "presence_penalty": 1.5,
     "logit_bias": ((1234, 30.0), (77, -100.0)),
 }
-"""Settings that change which ids are drawn, but not their log probabilities."""
+"""Settings that change which ids are sampled, but not their log probabilities."""
 
 
 @pytest.fixture(scope="module", params=["off", "auto"])
@@ -129,9 +129,9 @@ def test_requests_without_logprobs_compute_none(
 ) -> None:
     calls: list[int] = []
 
-    def count(logits: Any, drawn: Any, most: int) -> Any:
-        calls.append(len(drawn))
-        return log_probabilities(logits, drawn, most)
+    def count(logits: Any, sampled: Any, most: int) -> Any:
+        calls.append(len(sampled))
+        return log_probabilities(logits, sampled, most)
 
     monkeypatch.setattr(batch, "log_probabilities", count)
     run(generate(engine, PROMPT))

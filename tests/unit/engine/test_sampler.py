@@ -1,4 +1,4 @@
-"""How ids are drawn from logits, without an engine."""
+"""How ids are sampled from logits, without an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import mlx.core as mx
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine import sampler as module
-from vllm_mlx_harmony.engine.sampler import Sampler, draw
+from vllm_mlx_harmony.engine.sampler import Sampler, sample
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.server.sampling import EPSILON
 
@@ -35,7 +35,7 @@ def draw_ids(
     together: Sequence[Sampler], logits: Any, last: Sequence[int] | None = None
 ) -> list[int]:
     before = last or [vocab.MESSAGE] * len(together)
-    ids: list[int] = draw(together, mx.array(before, dtype=mx.uint32), logits).tolist()
+    ids: list[int] = sample(together, mx.array(before, dtype=mx.uint32), logits).tolist()
     return ids
 
 
@@ -111,11 +111,11 @@ def test_top_p_keeps_whole_uniform_vocabulary() -> None:
     assert module._allowed([most], mx.zeros((1, VOCAB_SIZE))).all().item()
 
 
-# --- The draw.
+# --- Sampling.
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_ids_are_drawn_by_probability(temperature: float) -> None:
+def test_ids_are_sampled_by_probability(temperature: float) -> None:
     logits = [0.0, 1.0, 2.0, -1.0, 0.5]
     rows, steps = 500, 20
     together = samplers(*(settings(temperature=temperature, seed=seed) for seed in range(rows)))
@@ -269,7 +269,7 @@ def test_plain_prompt_starts_in_text() -> None:
 def test_extreme_settings_give_finite_logits(
     changed: dict[str, Any], expected: set[int] | None
 ) -> None:
-    """And draw a plausible id; from logits that are NaN, index 0 is drawn."""
+    """And sample a plausible id; from logits that are NaN, index 0 is sampled."""
     sampler = Sampler(settings(**changed), [30])
     logits = mx.where(mx.arange(100) == 17, 5.0, mx.arange(100) / 100 - 0.5)[None]
     for _ in range(2):

@@ -450,9 +450,9 @@ def test_drafts_do_not_change_distribution(tried: int) -> None:
         for sampler in samplers:
             keys += [sampler.key() for _ in range(places)]
             parts += [sampler] * places
-        drawn = sampling._drawn(parts, mx.concatenate([rows] * len(samplers)), keys)
-        for ids in drawn.reshape(-1, places).tolist():
-            right = sampling.accepted([tried] * (places - 1), ids)
+        sampled = sampling._sample_alike(parts, mx.concatenate([rows] * len(samplers)), keys)
+        for ids in sampled.reshape(-1, places).tolist():
+            right = sampling.accepted_count([tried] * (places - 1), ids)
             counts.update(ids[: right + 1])
     total = math.fsum(math.exp(logit / 0.9) for logit in logits)
     shares = [counts.total() * math.exp(logit / 0.9) / total for logit in logits]

@@ -53,7 +53,7 @@ def test_pending_writes_are_finished_last(monkeypatch: pytest.MonkeyPatch) -> No
     """uvicorn then ends the process by the signal, without the handlers of `atexit`."""
     stopping: Any = adapter.draining(Uvicorn)()
     closed: list[tuple[float, int]] = []
-    disk = SimpleNamespace(close=lambda patience: closed.append((patience, len(stopping.limits))))
+    disk = SimpleNamespace(close=lambda timeout: closed.append((timeout, len(stopping.limits))))
     monkeypatch.setattr(resources, "disk", disk)
     run(stopping.shutdown())
     assert closed == [(resources.WRITTEN_WITHIN, 1)]

@@ -545,8 +545,8 @@ class DiskCache:
         found = asdict(self._contents)
         return replace(self._counters, waiting=self._writer.waiting, paused=paused, **found)
 
-    def close(self, patience: float = 0.0) -> None:
-        """Writes for ``patience`` seconds what still waits, at full speed, and ends."""
+    def close(self, timeout: float = 0.0) -> None:
+        """Writes for ``timeout`` seconds what still waits, at full speed, and ends."""
         self._closing = True
-        if self._writer.close(patience):
+        if self._writer.close(timeout):
             self._index.close()

@@ -132,10 +132,10 @@ class Writer:
             del job  # its buffers are the engine's memory
             self.queue.task_done()
 
-    def close(self, patience: float) -> bool:
-        """For up to ``patience`` seconds, works on what still waits, at full speed; returns
+    def close(self, timeout: float) -> bool:
+        """For up to ``timeout`` seconds, works on what still waits, at full speed; returns
         whether all is done."""
         self._closing = True
         self.queue.put(None)
-        self._thread.join(patience)
+        self._thread.join(timeout)
         return not self._thread.is_alive()
