@@ -33,7 +33,7 @@ OUTPUT = 32_768
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class Target:
     """A server and its model: ``url`` without a path, ``context`` in tokens.
 
     ``keyed``: the server requires a key. ``searches``: it searches the web (``--web-search``).
@@ -77,7 +77,7 @@ class Agent:
     command: str
     package: str
     version: str
-    set_up: Callable[[Served, str, Path], Run]
+    set_up: Callable[[Target, str, Path], Run]
     python: str = ""
     homebrew: str = ""
 
@@ -149,20 +149,20 @@ STREAM_IDLE_MS = 4 * 3600 * 1000
 of ours have an event every few seconds; what is between need not let them through."""
 
 
-def codex_settings(served: Served, catalog: Path) -> dict[str, Any]:
+def codex_settings(target: Target, catalog: Path) -> dict[str, Any]:
     """The keys of `config.toml` that make a server the provider; ``catalog`` has its model."""
     provider: dict[str, Any] = {
         "name": NAME,
-        "base_url": f"{served.url}/v1",
+        "base_url": f"{target.url}/v1",
         "wire_api": "responses",
         "stream_idle_timeout_ms": STREAM_IDLE_MS,
     }
-    if served.keyed:
+    if target.keyed:
         provider["env_key"] = KEY_VARIABLE
     # By default, Codex asks for results of an index without access to the web ("cached").
-    search = {"web_search": "live"} if served.searches else {}
+    search = {"web_search": "live"} if target.searches else {}
     return {
-        "model": served.model,
+        "model": target.model,
         "model_provider": NAME,
         "model_catalog_json": str(catalog),
         **search,
@@ -170,20 +170,20 @@ def codex_settings(served: Served, catalog: Path) -> dict[str, Any]:
     }
 
 
-def codex_catalog(served: Served) -> str:
+def codex_catalog(target: Target) -> str:
     """A catalog of models, without which Codex warns and guesses."""
     model = {
-        "slug": served.model,
-        "display_name": served.model,
-        "description": f"gpt-oss at {served.url}",
+        "slug": target.model,
+        "display_name": target.model,
+        "description": f"gpt-oss at {target.url}",
         "base_instructions": INSTRUCTIONS,
         "default_reasoning_level": "medium",
         "supported_reasoning_levels": [
             {"effort": effort, "description": about} for effort, about in EFFORTS.items()
         ],
         "default_reasoning_summary": "auto",
-        "context_window": served.context,
-        "max_context_window": served.context,
+        "context_window": target.context,
+        "max_context_window": target.context,
         "effective_context_window_percent": 95,
         "truncation_policy": {"mode": "tokens", "limit": 10_000},
         "apply_patch_tool_type": "freeform",
@@ -198,8 +198,8 @@ def codex_catalog(served: Served) -> str:
     return json_text({"models": [model]})
 
 
-def _codex(served: Served, key: str, directory: Path) -> Run:
-    settings = codex_settings(served, directory / "models.json")
+def _codex(target: Target, key: str, directory: Path) -> Run:
+    settings = codex_settings(target, directory / "models.json")
     provider = settings.pop("model_providers")[NAME]
     settings |= {f"model_providers.{NAME}.{name}": value for name, value in provider.items()}
     return Run(
@@ -210,14 +210,14 @@ def _codex(served: Served, key: str, directory: Path) -> Run:
             for part in ("-c", f"{name}={json.dumps(value)}")
         ),
         {KEY_VARIABLE: key},
-        {"models.json": codex_catalog(served)},
+        {"models.json": codex_catalog(target)},
     )
 
 
 # --- Claude Code
 
 
-def claude_variables(served: Served) -> dict[str, str]:
+def claude_variables(target: Target) -> dict[str, str]:
     """Its environment without a key; all its model names are the one model."""
     models = (
         "ANTHROPIC_MODEL",
@@ -229,23 +229,23 @@ def claude_variables(served: Served) -> dict[str, str]:
         "CLAUDE_CODE_SUBAGENT_MODEL",
     )
     return {
-        "ANTHROPIC_BASE_URL": served.url,
-        **dict.fromkeys(models, served.model),
-        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.output),
+        "ANTHROPIC_BASE_URL": target.url,
+        **dict.fromkeys(models, target.model),
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.output),
     }
 
 
-def claude_permissions(served: Served) -> dict[str, Any]:
+def claude_permissions(target: Target) -> dict[str, Any]:
     """The setting ``permissions``. Claude Code's WebSearch asks its server to search, which not
     every one does. A tool that is denied is not shown to the model:
     https://code.claude.com/docs/en/permissions"""
-    return {} if served.searches else {"permissions": {"deny": ["WebSearch"]}}
+    return {} if target.searches else {"permissions": {"deny": ["WebSearch"]}}
 
 
-def _claude(served: Served, key: str, _: Path) -> Run:
+def _claude(target: Target, key: str, _: Path) -> Run:
     # Settings given as an argument take precedence over a user's, unlike the environment.
-    settings = {"env": claude_variables(served), **claude_permissions(served)}
+    settings = {"env": claude_variables(target), **claude_permissions(target)}
     token = {"ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
     return Run(("--settings", json.dumps(settings)), token)
 
@@ -253,84 +253,84 @@ def _claude(served: Served, key: str, _: Path) -> Run:
 # --- opencode
 
 
-def opencode_document(served: Served) -> dict[str, Any]:
+def opencode_document(target: Target) -> dict[str, Any]:
     model = {
-        "name": served.model,
+        "name": target.model,
         "reasoning": True,
         "tool_call": True,
         "interleaved": {"field": "reasoning_content"},
-        "limit": {"context": served.context, "output": served.output},
+        "limit": {"context": target.context, "output": target.output},
     }
     options = {
-        "baseURL": f"{served.url}/v1",
-        "apiKey": f"{{env:{KEY_VARIABLE}}}" if served.keyed else "none",
+        "baseURL": f"{target.url}/v1",
+        "apiKey": f"{{env:{KEY_VARIABLE}}}" if target.keyed else "none",
     }
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "gpt-oss on vllm-mlx",
         "options": options,
-        "models": {served.model: model},
+        "models": {target.model: model},
     }
     return {
         "$schema": "https://opencode.ai/config.json",
-        "model": f"{NAME}/{served.model}",
-        "small_model": f"{NAME}/{served.model}",
+        "model": f"{NAME}/{target.model}",
+        "small_model": f"{NAME}/{target.model}",
         "provider": {NAME: provider},
     }
 
 
-def _opencode(variable: str, served: Served, key: str, _: Path) -> Run:
-    return Run(variables={variable: json.dumps(opencode_document(served)), KEY_VARIABLE: key})
+def _opencode(variable: str, target: Target, key: str, _: Path) -> Run:
+    return Run(variables={variable: json.dumps(opencode_document(target)), KEY_VARIABLE: key})
 
 
 # --- Others
 
 
-def _qwen(served: Served, key: str, _: Path) -> Run:
+def _qwen(target: Target, key: str, _: Path) -> Run:
     variables = {
         "OPENAI_API_KEY": key,
-        "OPENAI_BASE_URL": f"{served.url}/v1",
-        "OPENAI_MODEL": served.model,
+        "OPENAI_BASE_URL": f"{target.url}/v1",
+        "OPENAI_MODEL": target.model,
     }
-    return Run(("--auth-type", "openai", "--model", served.model), variables)
+    return Run(("--auth-type", "openai", "--model", target.model), variables)
 
 
-def _pi(served: Served, key: str, directory: Path) -> Run:
+def _pi(target: Target, key: str, directory: Path) -> Run:
     model = {
-        "id": served.model,
-        "name": served.model,
+        "id": target.model,
+        "name": target.model,
         "reasoning": True,
         "input": ["text"],
         "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
-        "contextWindow": served.context,
-        "maxTokens": served.output,
+        "contextWindow": target.context,
+        "maxTokens": target.output,
     }
     provider = {
-        "baseUrl": f"{served.url}/v1",
+        "baseUrl": f"{target.url}/v1",
         "api": "openai-completions",
         "models": [model],
     }
     config = f"{{...{json.dumps(provider)}, apiKey: process.env.{KEY_VARIABLE}}}"
     code = f"pi.registerProvider({json.dumps(NAME)}, {config})"
     return Run(
-        ("--extension", str(directory / "provider.js"), "--model", f"{NAME}/{served.model}"),
+        ("--extension", str(directory / "provider.js"), "--model", f"{NAME}/{target.model}"),
         {KEY_VARIABLE: key},
         {"provider.js": f"export default function (pi) {{\n  {code};\n}}\n"},
     )
 
 
-def _continue(served: Served, key: str, directory: Path) -> Run:
+def _continue(target: Target, key: str, directory: Path) -> Run:
     model = {
-        "name": served.model,
+        "name": target.model,
         "provider": "openai",
-        "model": served.model,
-        "apiBase": f"{served.url}/v1",
+        "model": target.model,
+        "apiBase": f"{target.url}/v1",
         "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}",
         "roles": ["chat", "edit", "apply"],
         "capabilities": ["tool_use"],
         "defaultCompletionOptions": {
-            "contextLength": served.context,
-            "maxTokens": served.output,
+            "contextLength": target.context,
+            "maxTokens": target.output,
         },
     }
     document = {"name": NAME, "version": "1.0.0", "schema": "v1", "models": [model]}
@@ -341,9 +341,9 @@ def _continue(served: Served, key: str, directory: Path) -> Run:
     )
 
 
-def _cline(served: Served, key: str, directory: Path) -> Run:
+def _cline(target: Target, key: str, directory: Path) -> Run:
     provider = "openai-compatible"
-    settings = {"provider": provider, "model": served.model, "baseUrl": f"{served.url}/v1"}
+    settings = {"provider": provider, "model": target.model, "baseUrl": f"{target.url}/v1"}
     document = {
         "version": 1,
         "lastUsedProvider": provider,
@@ -363,86 +363,86 @@ def _cline(served: Served, key: str, directory: Path) -> Run:
     )
 
 
-def _copilot(served: Served, key: str, _: Path) -> Run:
+def _copilot(target: Target, key: str, _: Path) -> Run:
     return Run(
         variables={
-            "COPILOT_PROVIDER_BASE_URL": f"{served.url}/v1",
+            "COPILOT_PROVIDER_BASE_URL": f"{target.url}/v1",
             "COPILOT_PROVIDER_TYPE": "openai",
             "COPILOT_PROVIDER_WIRE_API": "responses",
             "COPILOT_PROVIDER_API_KEY": key,
-            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(served.context - served.output),
-            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(served.output),
-            "COPILOT_MODEL": served.model,
+            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(target.context - target.output),
+            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(target.output),
+            "COPILOT_MODEL": target.model,
         }
     )
 
 
-def _goose(served: Served, key: str, _: Path) -> Run:
+def _goose(target: Target, key: str, _: Path) -> Run:
     return Run(
         variables={
             "GOOSE_PROVIDER": "openai",
-            "GOOSE_MODEL": served.model,
-            "GOOSE_CONTEXT_LIMIT": str(served.context),
-            "GOOSE_MAX_TOKENS": str(served.output),
-            "OPENAI_HOST": served.url,
+            "GOOSE_MODEL": target.model,
+            "GOOSE_CONTEXT_LIMIT": str(target.context),
+            "GOOSE_MAX_TOKENS": str(target.output),
+            "OPENAI_HOST": target.url,
             "OPENAI_API_KEY": key,
         }
     )
 
 
-def _hermes(served: Served, key: str, directory: Path) -> Run:
-    provider = {"base_url": f"{served.url}/v1", "key_env": KEY_VARIABLE}
+def _hermes(target: Target, key: str, directory: Path) -> Run:
+    provider = {"base_url": f"{target.url}/v1", "key_env": KEY_VARIABLE}
     model = {
-        "default": served.model,
+        "default": target.model,
         "provider": NAME,
-        "context_length": served.context,
+        "context_length": target.context,
     }
     document = {"model": model, "providers": {NAME: provider}}
     variables = {"HERMES_HOME": str(directory), KEY_VARIABLE: key}
     return Run((), variables, {"config.yaml": json_text(document)})
 
 
-def _grok(served: Served, key: str, _: Path) -> Run:
+def _grok(target: Target, key: str, _: Path) -> Run:
     # It reads the context length from the server's list of models.
     return Run(
         variables={
-            "GROK_MODELS_BASE_URL": f"{served.url}/v1",
-            "GROK_DEFAULT_MODEL": served.model,
-            "GROK_SESSION_SUMMARY_MODEL": served.model,
+            "GROK_MODELS_BASE_URL": f"{target.url}/v1",
+            "GROK_DEFAULT_MODEL": target.model,
+            "GROK_SESSION_SUMMARY_MODEL": target.model,
             "XAI_API_KEY": key,
         }
     )
 
 
-def _kimi(served: Served, key: str, _: Path) -> Run:
+def _kimi(target: Target, key: str, _: Path) -> Run:
     return Run(
         variables={
-            "KIMI_MODEL_NAME": served.model,
+            "KIMI_MODEL_NAME": target.model,
             "KIMI_MODEL_PROVIDER_TYPE": "openai_responses",
-            "KIMI_MODEL_BASE_URL": f"{served.url}/v1",
+            "KIMI_MODEL_BASE_URL": f"{target.url}/v1",
             "KIMI_MODEL_API_KEY": key,
             "KIMI_MODEL_CAPABILITIES": "thinking,tool_use",
-            "KIMI_MODEL_MAX_CONTEXT_SIZE": str(served.context),
-            "KIMI_MODEL_MAX_OUTPUT_SIZE": str(served.output),
+            "KIMI_MODEL_MAX_CONTEXT_SIZE": str(target.context),
+            "KIMI_MODEL_MAX_OUTPUT_SIZE": str(target.output),
         }
     )
 
 
-def _vibe(served: Served, key: str, _: Path) -> Run:
+def _vibe(target: Target, key: str, _: Path) -> Run:
     provider = {
         "name": NAME,
-        "api_base": f"{served.url}/v1",
+        "api_base": f"{target.url}/v1",
         "api_key_env_var": KEY_VARIABLE,
     }
     model = {
-        "name": served.model,
+        "name": target.model,
         "provider": NAME,
         "alias": NAME,
         "temperature": 1.0,
         "thinking": "medium",
         "thinking_levels": list(EFFORTS),
-        "max_context_length": served.context,
-        "max_output_tokens": served.output,
+        "max_context_length": target.context,
+        "max_output_tokens": target.output,
     }
     variables = {
         "VIBE_PROVIDERS": json.dumps([provider]),
@@ -453,17 +453,17 @@ def _vibe(served: Served, key: str, _: Path) -> Run:
     return Run(variables=variables)
 
 
-def _droid(served: Served, key: str, directory: Path) -> Run:
+def _droid(target: Target, key: str, directory: Path) -> Run:
     name = f"custom:{NAME}"
     model = {
         "id": name,
-        "model": served.model,
-        "displayName": served.model,
+        "model": target.model,
+        "displayName": target.model,
         "provider": "openai",
-        "baseUrl": f"{served.url}/v1",
+        "baseUrl": f"{target.url}/v1",
         "apiKey": f"${{{KEY_VARIABLE}}}",
-        "maxContextLimit": served.context,
-        "maxOutputTokens": served.output,
+        "maxContextLimit": target.context,
+        "maxOutputTokens": target.output,
     }
     document = {"customModels": [model], "sessionDefaultSettings": {"model": name}}
     return Run(
@@ -473,17 +473,17 @@ def _droid(served: Served, key: str, directory: Path) -> Run:
     )
 
 
-def _openclaw(served: Served, key: str, directory: Path) -> Run:
+def _openclaw(target: Target, key: str, directory: Path) -> Run:
     model = {
-        "id": served.model,
-        "name": served.model,
+        "id": target.model,
+        "name": target.model,
         "reasoning": True,
         "input": ["text"],
-        "contextWindow": served.context,
-        "maxTokens": served.output,
+        "contextWindow": target.context,
+        "maxTokens": target.output,
     }
     provider = {
-        "baseUrl": f"{served.url}/v1",
+        "baseUrl": f"{target.url}/v1",
         "apiKey": f"${{{KEY_VARIABLE}}}",
         "api": "openai-responses",
         "models": [model],
@@ -492,7 +492,7 @@ def _openclaw(served: Served, key: str, directory: Path) -> Run:
         # Its own name for such servers: with a key in the environment and no such provider, it
         # looks for one on port 8000.
         "models": {"providers": {"vllm": provider}},
-        "agents": {"defaults": {"model": {"primary": f"vllm/{served.model}"}}},
+        "agents": {"defaults": {"model": {"primary": f"vllm/{target.model}"}}},
     }
     variables = {
         "OPENCLAW_CONFIG_PATH": str(directory / "openclaw.json"),
@@ -502,25 +502,25 @@ def _openclaw(served: Served, key: str, directory: Path) -> Run:
     return Run((), variables, {"openclaw.json": json_text(document)})
 
 
-def _nanocoder(served: Served, key: str, _: Path) -> Run:
+def _nanocoder(target: Target, key: str, _: Path) -> Run:
     provider = {
         "name": NAME,
-        "baseUrl": f"{served.url}/v1",
+        "baseUrl": f"{target.url}/v1",
         "apiKey": f"${{{KEY_VARIABLE}}}",
-        "models": [served.model],
-        "contextWindow": served.context,
+        "models": [target.model],
+        "contextWindow": target.context,
     }
     return Run(
-        ("--provider", NAME, "--model", served.model),
+        ("--provider", NAME, "--model", target.model),
         {"NANOCODER_PROVIDERS": json.dumps([provider]), KEY_VARIABLE: key},
     )
 
 
-def _aider(served: Served, key: str, directory: Path) -> Run:
-    name = f"openai/{served.model}"
+def _aider(target: Target, key: str, directory: Path) -> Run:
+    name = f"openai/{target.model}"
     metadata = {
-        "max_input_tokens": served.context,
-        "max_output_tokens": served.output,
+        "max_input_tokens": target.context,
+        "max_output_tokens": target.output,
         "litellm_provider": "openai",
         "mode": "chat",
     }
@@ -530,7 +530,7 @@ def _aider(served: Served, key: str, directory: Path) -> Run:
             "AIDER_MODEL": name,
             "AIDER_MODEL_METADATA_FILE": str(directory / "metadata.json"),
             "AIDER_MODEL_SETTINGS_FILE": str(directory / "settings.yml"),
-            "OPENAI_API_BASE": f"{served.url}/v1",
+            "OPENAI_API_BASE": f"{target.url}/v1",
             "OPENAI_API_KEY": key,
         },
         files={

@@ -129,13 +129,13 @@ def stop() -> Background | None:
     server = running()
     if server is None:
         return None
-    for send, sign, patience in (
+    for send, sign, timeout in (
         (os.kill, signal.SIGTERM, STOPPED_WITHIN),  # it passes the signal on
         (os.killpg, signal.SIGKILL, STOPPING),
     ):
         with suppress(ProcessLookupError):
             send(server.pid, sign)
-        until = time.monotonic() + patience
+        until = time.monotonic() + timeout
         while running() is not None and time.monotonic() < until:
             time.sleep(0.1)
     return server

@@ -94,7 +94,7 @@ def ask(port: int, body: dict[str, object]) -> Completion:
 def post(port: int, path: str, body: dict[str, object]) -> Iterator[HTTPResponse]:
     """The response to a request. Raises ``UsageError`` if it fails."""
     try:
-        with send(f"{LOCAL}:{port}{path}", body, patience=READ_TIMEOUT) as response:
+        with send(f"{LOCAL}:{port}{path}", body, timeout=READ_TIMEOUT) as response:
             yield response
     except HTTPError as error:
         raise UsageError(f"the server answered {error.code}: {error.read().decode()}") from error

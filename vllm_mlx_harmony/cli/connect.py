@@ -29,7 +29,7 @@ import tomlkit
 from tomlkit.items import Item
 
 from vllm_mlx_harmony.cli import agents
-from vllm_mlx_harmony.cli.agents import CONTEXT, KEY_VARIABLE, LOCAL_KEY, NAME, Served
+from vllm_mlx_harmony.cli.agents import CONTEXT, KEY_VARIABLE, LOCAL_KEY, NAME, Target
 from vllm_mlx_harmony.cli.editing import locked, replace_content
 from vllm_mlx_harmony.cli.errors import UsageError, number
 from vllm_mlx_harmony.cli.process import send
@@ -81,41 +81,41 @@ class Setup:
 
 def main(arguments: Sequence[str]) -> int:
     """Asks the server for what is not given, and for one answer before a file is changed."""
-    given = parser().parse_args(arguments)
-    agent = AGENTS[given.agent]
-    if given.undo:
-        setup = agent(Served(given.url, given.model or ""))
+    options = parser().parse_args(arguments)
+    agent = AGENTS[options.agent]
+    if options.undo:
+        setup = agent(Target(options.url, options.model or ""))
         for path in setup.files:
             _restore(path, owned=setup.owns(path))
         return 0
-    key = given.key or os.environ.get(KEY_VARIABLE) or None
-    served = look(given.url, given.model, key, given.context)
-    setup, title = agent(served), agents.AGENTS[given.agent].title
-    print(f"{title} with {served.model} ({served.context:,} tokens) at {served.url}\n")
-    if given.write and given.check:
-        print(f"{ask(served, key, *setup.question)}\n")
+    key = options.key or os.environ.get(KEY_VARIABLE) or None
+    target = look(options.url, options.model, key, options.context)
+    setup, title = agent(target), agents.AGENTS[options.agent].title
+    print(f"{title} with {target.model} ({target.context:,} tokens) at {target.url}\n")
+    if options.write and options.check:
+        print(f"{ask(target, key, *setup.question)}\n")
     for path, content in setup.files.items():
-        if given.write:
+        if options.write:
             _write(path, content, owned=setup.owns(path))
         else:
             print(f"--- {_shown(path)}\n{content}")
-    if given.write:
+    if options.write:
         print()
-    if served.keyed:
+    if target.keyed:
         print(f"The agent reads the key from the environment: export {KEY_VARIABLE}=…")
-    start = "Start" if given.write else "Add --write to write these files, then start"
+    start = "Start" if options.write else "Add --write to write these files, then start"
     print(f"{start} it with\n\n  {setup.command}")
-    if given.write:
-        print(f"\nUndo it with\n\n  vllm-mlx-harmony connect {given.agent} --undo")
+    if options.write:
+        print(f"\nUndo it with\n\n  vllm-mlx-harmony connect {options.agent} --undo")
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony connect",
         description="Prints the configuration of a coding agent for a server, or writes it.",
     )
-    add = made.add_argument
+    add = parser.add_argument
     add("agent", metavar="AGENT", choices=AGENTS, help=", ".join(AGENTS))
     add("--url", default=URL, help=f"URL of the server (default: {URL})")
     add("--model", help="name of the model (default: the server's only one)")
@@ -131,14 +131,14 @@ def parser() -> argparse.ArgumentParser:
     unchecked = "skip the test request before writing"
     add("--no-check", dest="check", action="store_false", help=unchecked)
     add("--undo", action="store_true", help="restore the files as they were before")
-    return made
+    return parser
 
 
 # --- The server
 
 
-def look(url: str, model: str | None, key: str | None, context: int | None) -> Served:
-    """The server at ``url`` and its model; queried only for what is not given.
+def look(url: str, model: str | None, key: str | None, context: int | None) -> Target:
+    """The server at ``url`` and its model; queried only for what is not options.
 
     The key is used if the server requires one. Raises ``UsageError``: ``Refused`` if there is a
     server that does not list its models.
@@ -148,16 +148,16 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
         raise UsageError(f"--url: {url!r} is not a server's address: http://host:port")
     if model == "":
         raise UsageError("--model is empty")
-    served = Served(base, model or "", context or CONTEXT, keyed=key is not None)
+    target = Target(base, model or "", context or CONTEXT, keyed=key is not None)
     if model is not None and context is not None:
-        return served
+        return target
     try:
         entries, keyed = _models(base, key)
     except HTTPError as error:
         raise _refused(base, error, key) from error
     except (OSError, ValueError, HTTPException) as error:
         if model is not None:
-            return served
+            return target
         reason = error.reason if isinstance(error, URLError) else error
         raise UsageError(
             f"no server answers at {base} ({reason}): start it, set --url, or set --model to "
@@ -171,7 +171,7 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
     name = model or next(iter(entries))
     tokens = int(context or entries[name].get("max_model_len") or CONTEXT)
     searches = entries[name].get("web_search") is True
-    return replace(served, model=name, context=tokens, keyed=keyed, searches=searches)
+    return replace(target, model=name, context=tokens, keyed=keyed, searches=searches)
 
 
 def _models(base: str, key: str | None) -> tuple[dict[str, dict[str, Any]], bool]:
@@ -183,32 +183,32 @@ def _models(base: str, key: str | None) -> tuple[dict[str, dict[str, Any]], bool
         if key is None or error.code not in (401, 403):
             raise
         document, keyed = _json(f"{base}/v1/models", key), True
-    listed = document.get("data") if isinstance(document, dict) else None
-    if not isinstance(listed, list):
+    models = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(models, list):
         raise ValueError("it does not list its models at /v1/models")
-    entries = (entry for entry in listed if isinstance(entry, dict) and "id" in entry)
+    entries = (entry for entry in models if isinstance(entry, dict) and "id" in entry)
     return {str(entry["id"]): entry for entry in entries}, keyed
 
 
-def ask(served: Served, key: str | None, path: str, body: Mapping[str, object]) -> str:
+def ask(target: Target, key: str | None, path: str, body: Mapping[str, object]) -> str:
     """A line about the answer to a short request. Raises ``Refused`` if there is none."""
     began = time.monotonic()
     try:
-        document = _json(f"{served.url}{path}", key, {"model": served.model, **body}, ANSWERING)
+        document = _json(f"{target.url}{path}", key, {"model": target.model, **body}, ANSWERING)
         if not isinstance(document, dict) or "usage" not in document:
-            raise Refused(f"{served.url}{path} did not return a model's answer")
+            raise Refused(f"{target.url}{path} did not return a model's answer")
     except HTTPError as error:
-        raise _refused(f"{served.url}{path}", error, key) from error
+        raise _refused(f"{target.url}{path}", error, key) from error
     except (OSError, ValueError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else error
-        return f"Skipped the test request: no server at {served.url} ({reason})"
-    return f"✓ {served.model} has answered a test request in {time.monotonic() - began:.1f} s"
+        return f"Skipped the test request: no server at {target.url} ({reason})"
+    return f"✓ {target.model} has answered a test request in {time.monotonic() - began:.1f} s"
 
 
 def _json(
-    url: str, key: str | None, body: object = None, patience: float = REQUEST_TIMEOUT
+    url: str, key: str | None, body: object = None, timeout: float = REQUEST_TIMEOUT
 ) -> object:
-    with send(url, body, key=key, patience=patience) as response:
+    with send(url, body, key=key, timeout=timeout) as response:
         return json.load(response)
 
 
@@ -236,47 +236,47 @@ def _is_url(text: str) -> bool:
 # --- The agents
 
 
-def codex(served: Served) -> Setup:
+def codex(target: Target) -> Setup:
     home = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
     catalog = home / f"{NAME}-models.json"
-    settings = agents.codex_settings(served, catalog)
+    settings = agents.codex_settings(target, catalog)
     files = {  # in this order: the second names the first
-        catalog: agents.codex_catalog(served),
+        catalog: agents.codex_catalog(target),
         home / "config.toml": tomlkit.dumps(settings),
     }
     question = {"input": QUESTION, "max_output_tokens": 200}
     return Setup(files, "codex", ("/v1/responses", question))
 
 
-def claude(served: Served) -> Setup:
+def claude(target: Target) -> Setup:
     home = Path(os.environ.get("CLAUDE_CONFIG_DIR") or Path.home() / ".claude")
     path = home / f"{NAME}.json"
-    variables = agents.claude_variables(served)
-    if not served.keyed:
+    variables = agents.claude_variables(target)
+    if not target.keyed:
         variables["ANTHROPIC_AUTH_TOKEN"] = LOCAL_KEY
-    token = f'ANTHROPIC_AUTH_TOKEN="${KEY_VARIABLE}" ' if served.keyed else ""
+    token = f'ANTHROPIC_AUTH_TOKEN="${KEY_VARIABLE}" ' if target.keyed else ""
     command = f"{token}claude --settings {_shown(path)}"
-    settings = {"env": variables, **agents.claude_permissions(served)}
+    settings = {"env": variables, **agents.claude_permissions(target)}
     files = {path: agents.json_text(settings)}
     question = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
     return Setup(files, command, ("/v1/messages", question))
 
 
-def opencode(served: Served) -> Setup:
+def opencode(target: Target) -> Setup:
     home = _config() / "opencode"
     path = home / f"{NAME}.json"
-    content = agents.json_text(agents.opencode_document(served))
+    content = agents.json_text(agents.opencode_document(target))
     command = f"OPENCODE_CONFIG={_shown(path)} opencode"
     return Setup({path: content}, command, CHAT)
 
 
-def script(name: str, served: Served) -> Setup:
+def script(name: str, target: Target) -> Setup:
     """A script that starts an agent as `launch` does, with its files beside it."""
     agent, directory = agents.AGENTS[name], _config() / NAME / name
-    run = agent.set_up(replace(served, keyed=True), _KEY, directory)
-    key = f'"${{{KEY_VARIABLE}:?}}"' if served.keyed else f'"${{{KEY_VARIABLE}:-{LOCAL_KEY}}}"'
+    run = agent.set_up(replace(target, keyed=True), _KEY, directory)
+    key = f'"${{{KEY_VARIABLE}:?}}"' if target.keyed else f'"${{{KEY_VARIABLE}:-{LOCAL_KEY}}}"'
     quoted = {_KEY: key}
-    title = f"# Starts {agent.title} ({agent.install}) with {served.model} at {served.url}."
+    title = f"# Starts {agent.title} ({agent.install}) with {target.model} at {target.url}."
     lines = [
         " ".join(title.split()),  # a comment, whatever a server calls its model
         *(
@@ -305,7 +305,7 @@ CHAT = (
     {"messages": [{"role": "user", "content": QUESTION}], "max_completion_tokens": 200},
 )
 
-AGENTS: Mapping[str, Callable[[Served], Setup]] = {
+AGENTS: Mapping[str, Callable[[Target], Setup]] = {
     **{name: partial(script, name) for name in agents.AGENTS},
     "codex": codex,
     "claude": claude,

@@ -425,7 +425,7 @@ def _port(port: int) -> Group:
 def _server(port: int) -> str:
     """Which of our servers listens on the port; empty for another program."""
     try:
-        with send(f"{LOCAL}:{port}/health", patience=HEALTH_TIMEOUT) as response:
+        with send(f"{LOCAL}:{port}/health", timeout=HEALTH_TIMEOUT) as response:
             answer = json.load(response)
     except (OSError, HTTPException, ValueError):
         return ""

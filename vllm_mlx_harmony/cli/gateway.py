@@ -43,21 +43,21 @@ def parser() -> argparse.ArgumentParser:
     """A parser with a flag for each setting, which has no default, so that others can apply."""
     from vllm_mlx_harmony.gateway.settings import FLAGS, GROUPS, PREFIX, GatewaySettings, flag
 
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony gateway",
         description="Serves Chat Completions, Responses and Messages for gpt-oss, using engines\n"
         "that accept and return token ids.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
+    parser.add_argument(
         "--config", metavar="FILE", help=f"TOML file with settings (also: {PREFIX}CONFIG)"
     )
     hints = get_type_hints(GatewaySettings, include_extras=True)
-    flags: argparse._ActionsContainer = made
+    flags: argparse._ActionsContainer = parser
     for field in fields(GatewaySettings):
         if field.name in GROUPS:
-            flags = made.add_argument_group(GROUPS[field.name])
+            flags = parser.add_argument_group(GROUPS[field.name])
         about = hints[field.name].__metadata__[-1]
         if isinstance(field.default, bool):
             yes_or_no = argparse.BooleanOptionalAction
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
             metavar=about.metavar,
             help=f"{about.text} (default: {field.default})" if default else about.text,
         )
-    return made
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -35,28 +35,28 @@ NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony gateway keys",
         description="Adds, lists and revokes API keys in the gateway's TOML file, as digests.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = made.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     config = os.environ.get(f"{PREFIX}CONFIG")
     for action, command, about in (
         ("add", _add, "generate a key for each name, and print it"),
         ("list", _list, "print the names, the beginnings of the digests, and the limits"),
         ("revoke", _revoke, "remove the keys with these names"),
     ):
-        each = actions.add_parser(action, help=about, description=f"{about.capitalize()}.")
-        each.set_defaults(command=command, names=[])
+        subparser = actions.add_parser(action, help=about, description=f"{about.capitalize()}.")
+        subparser.set_defaults(command=command, names=[])
         if action != "list":
-            each.add_argument("names", nargs="+", metavar="NAME")
+            subparser.add_argument("names", nargs="+", metavar="NAME")
         file = f"TOML file with settings (also: {PREFIX}CONFIG)"
-        each.add_argument(
+        subparser.add_argument(
             "--config", metavar="FILE", default=config, required=config is None, help=file
         )
-    return made
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:

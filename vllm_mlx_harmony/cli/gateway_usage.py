@@ -35,7 +35,7 @@ TOKENS = ("input", "cached", "output", "reasoning")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony gateway usage",
         description="Prints the requests and tokens of each key on one day (UTC), from access\n"
         "logs in either format. Cached tokens are part of the input, and reasoning of the output.",
@@ -43,10 +43,10 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = "access log of a gateway, may end in .gz (default: standard input)"
-    made.add_argument("logs", nargs="*", metavar="LOG", default=[STDIN], help=about)
+    parser.add_argument("logs", nargs="*", metavar="LOG", default=[STDIN], help=about)
     days = "yesterday, today, or YYYY-MM-DD (default: %(default)s)"
-    made.add_argument("--day", type=day, default="yesterday", metavar="DAY", help=days)
-    return made
+    parser.add_argument("--day", type=day, default="yesterday", metavar="DAY", help=days)
+    return parser
 
 
 def day(word: str) -> str:

@@ -30,7 +30,7 @@ from vllm_mlx_harmony.cli.agents import (
     LATEST,
     LOCAL_KEY,
     Agent,
-    Served,
+    Target,
 )
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS, Weights
@@ -79,40 +79,40 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of everything before ``--``."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony launch",
         usage="%(prog)s [OPTIONS] AGENT [MODEL] [-- ARGUMENTS]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("agent", metavar="AGENT", choices=AGENTS, help="name of the agent")
-    made.add_argument(
+    parser.add_argument("agent", metavar="AGENT", choices=AGENTS, help="name of the agent")
+    parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
         help="20b, 120b, a directory (./DIRECTORY) or a repository on Hugging Face (default: the "
         "running server's, or the largest that fits into memory)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--latest",
         action="store_true",
         help="if the agent is not installed, use its newest version, not the tested one",
     )
-    made.add_argument(
+    parser.add_argument(
         "--print",
         dest="shows",
         action="store_true",
         help="print the commands that would run, and run nothing",
     )
-    made.add_argument(
+    parser.add_argument(
         "--no-disk-cache",
         dest="disk_cache",
         action="store_false",
         help="start a server that keeps its prefix cache in memory only; by default up to 10 GiB "
         "are on disk, too, so that conversations survive a restart",
     )
-    where = made.add_mutually_exclusive_group()
+    where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", help=f"use this server; its key is read from ${KEY_VARIABLE}")
     where.add_argument(
         "--stand-in",
@@ -120,38 +120,38 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="use a scripted stand-in model, which makes the agent run one command",
     )
-    return made
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Becomes the agent. Raises ``UsageError`` if the agent or a server cannot be started."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    given = parser().parse_args(arguments[:end])
-    if given.shows:
-        print("\n".join(_commands(given, arguments[end + 1 :])))
+    options = parser().parse_args(arguments[:end])
+    if options.shows:
+        print("\n".join(_commands(options, arguments[end + 1 :])))
     else:
-        _become(given, arguments[end + 1 :])
+        _become(options, arguments[end + 1 :])
     return 0
 
 
-def _become(given: argparse.Namespace, arguments: Sequence[str]) -> NoReturn:
-    agent = AGENTS[given.agent]
+def _become(options: argparse.Namespace, arguments: Sequence[str]) -> NoReturn:
+    agent = AGENTS[options.agent]
     console = Console(stderr=True, highlight=False)
     key = os.environ.get(KEY_VARIABLE) or None
-    version = LATEST if given.latest else agent.version
+    version = LATEST if options.latest else agent.version
     program = _which(agent.command) or _install(console, agent, version)
-    if given.url:
-        served = connect.look(given.url, given.model, key, None)
-    elif given.standin:
-        served = _standin(console)
+    if options.url:
+        target = connect.look(options.url, options.model, key, None)
+    elif options.standin:
+        target = _standin(console)
     else:
-        served = _server(console, given.model, key, _cache_flags(given.disk_cache))
+        target = _server(console, options.model, key, _cache_flags(options.disk_cache))
     console.print(
-        f"{agent.title} with {served.model} ({served.context:,} tokens) at {served.url}",
+        f"{agent.title} with {target.model} ({target.context:,} tokens) at {target.url}",
         style="dim",
     )
-    directory = _run_directory(given.agent, served)
-    run = agent.set_up(replace(served, keyed=True), key or LOCAL_KEY, directory)
+    directory = _run_directory(options.agent, target)
+    run = agent.set_up(replace(target, keyed=True), key or LOCAL_KEY, directory)
     for name, content in run.files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,9 +167,9 @@ def _become(given: argparse.Namespace, arguments: Sequence[str]) -> NoReturn:
 # the user has just cloned: not its `node_modules/.bin`, not its `.npmrc` or `uv.toml`.
 
 
-def _run_directory(name: str, served: Served) -> Path:
+def _run_directory(name: str, target: Target) -> Path:
     """Where the files of an agent's runs with a server are."""
-    return vocab.cache_dir() / "agents" / name / re.sub(r"\W+", "-", served.url)
+    return vocab.cache_dir() / "agents" / name / re.sub(r"\W+", "-", target.url)
 
 
 def _which(program: str) -> str | None:
@@ -205,22 +205,23 @@ def _install(console: Console, agent: Agent, version: str) -> str:
     return str(program)
 
 
-def _commands(given: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
+def _commands(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
     """What `_become` would run, as lines of a shell; keys are shown by their variable."""
-    agent = AGENTS[given.agent]
-    version = LATEST if given.latest else agent.version
+    agent = AGENTS[options.agent]
+    version = LATEST if options.latest else agent.version
     lines: list[str] = []
-    if given.url:
-        served = connect.look(given.url, given.model, os.environ.get(KEY_VARIABLE) or None, None)
+    if options.url:
+        key = os.environ.get(KEY_VARIABLE) or None
+        target = connect.look(options.url, options.model, key, None)
     elif (server := background.running()) is not None:
-        served = Served(server.url, server.model)
+        target = Target(server.url, server.model)
     else:
         source, name = str(vocab.cache_dir() / STANDIN), STANDIN
         flags: list[str] = []
-        if not given.standin:
-            source, name, _ = _model(given.model)
-            flags = _cache_flags(given.disk_cache)
-        served = Served(f"{LOCAL}:{background.PORT}", name)
+        if not options.standin:
+            source, name, _ = _model(options.model)
+            flags = _cache_flags(options.disk_cache)
+        target = Target(f"{LOCAL}:{background.PORT}", name)
         flags = ["--served-model-name", name, *flags]
         lines.append(shlex.join(background.command(source, background.PORT, flags)))
     program = _which(agent.command)
@@ -231,12 +232,12 @@ def _commands(given: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
             lines.append(f"cd {shlex.quote(str(directory))}")
             lines += [shlex.join(command) for command in agent.installation(directory, version)]
     shown = f"${KEY_VARIABLE}"
-    run = agent.set_up(replace(served, keyed=True), shown, _run_directory(given.agent, served))
+    run = agent.set_up(replace(target, keyed=True), shown, _run_directory(options.agent, target))
     variables = [f"{name}={shlex.quote(value)}" for name, value in run.variables.items()]
     return [*lines, " ".join([*variables, shlex.join([program, *run.arguments, *arguments])])]
 
 
-def _standin(console: Console) -> Served:
+def _standin(console: Console) -> Target:
     """A server of a scripted model, in place of any other that `launch` has started."""
     require_host("the stand-in")
     server = background.running()
@@ -280,7 +281,7 @@ def _cache_flags(on_disk: bool) -> list[str]:
     return ["--ssd-cache-dir", str(vocab.cache_dir() / "prefix-cache")] if on_disk else []
 
 
-def _server(console: Console, wanted: str | None, key: str | None, flags: Sequence[str]) -> Served:
+def _server(console: Console, wanted: str | None, key: str | None, flags: Sequence[str]) -> Target:
     """The running server, or one that is started with ``flags``."""
     name = None
     if wanted is not None:
@@ -290,23 +291,23 @@ def _server(console: Console, wanted: str | None, key: str | None, flags: Sequen
         background.stop()
         server = None
     if server is not None:
-        served = _ready(console, server)
+        target = _ready(console, server)
     else:
         try:
-            served = connect.look(connect.URL, None, key, None)
+            target = connect.look(connect.URL, None, key, None)
         except connect.Refused:
             raise
         except UsageError:  # nothing there, or another program
             return _started(console, wanted, flags)
-    if name is not None and name not in served.model:
+    if name is not None and name not in target.model:
         raise UsageError(
-            f"{served.url} serves {served.model}, not {name}: leave MODEL out to use it, or "
+            f"{target.url} serves {target.model}, not {name}: leave MODEL out to use it, or "
             "stop it with `vllm-mlx-harmony stop`"
         )
-    return served
+    return target
 
 
-def _started(console: Console, wanted: str | None, flags: Sequence[str]) -> Served:
+def _started(console: Console, wanted: str | None, flags: Sequence[str]) -> Target:
     require_host("launch")
     source, name, size = _model(wanted)
     if not os.path.isabs(source):
@@ -371,7 +372,7 @@ def _download(console: Console, source: str, size: int) -> None:
         raise UsageError(f"{source} cannot be downloaded: {error}") from error
 
 
-def _ready(console: Console, server: background.Background) -> Served:
+def _ready(console: Console, server: background.Background) -> Target:
     console.print(f"The server's log: {background.log()}", style="dim", soft_wrap=True)
     with Progress(console=console, transient=True) as bars:
         loading = bars.add_task(f"Loading {server.model}", total=None)

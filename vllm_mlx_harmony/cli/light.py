@@ -54,21 +54,21 @@ def is_installed(module: str) -> bool:
 
 def parser() -> argparse.ArgumentParser:
     """The gateway's parser, with the model and the flags of vllm-mlx."""
-    made = gateway.parser()
-    made.prog, made.allow_abbrev = "vllm-mlx-harmony serve", False
-    made.description = "Serves Chat Completions, Responses and Messages for gpt-oss."
-    made.epilog = "example: vllm-mlx-harmony serve 20b --port 8080"
-    made.add_argument("source", metavar="MODEL", help="20b, 120b, a directory or a repository")
-    made.add_argument("--api-key", dest="keys", action="append", help=argparse.SUPPRESS)
+    parser = gateway.parser()
+    parser.prog, parser.allow_abbrev = "vllm-mlx-harmony serve", False
+    parser.description = "Serves Chat Completions, Responses and Messages for gpt-oss."
+    parser.epilog = "example: vllm-mlx-harmony serve 20b --port 8080"
+    parser.add_argument("source", metavar="MODEL", help="20b, 120b, a directory or a repository")
+    parser.add_argument("--api-key", dest="keys", action="append", help=argparse.SUPPRESS)
     for flag, setting in SAME.items():
-        made.add_argument(flag, dest=setting, help=argparse.SUPPRESS)
+        parser.add_argument(flag, dest=setting, help=argparse.SUPPRESS)
     off: dict[str, Any] = {"dest": "cache_memory_mb", "action": "store_const", "const": 0}
-    made.add_argument("--disable-prefix-cache", help=argparse.SUPPRESS, **off)
+    parser.add_argument("--disable-prefix-cache", help=argparse.SUPPRESS, **off)
     for flag, parsers in PARSERS.items():
-        made.add_argument(flag, dest="ignored", choices=parsers, help=argparse.SUPPRESS)
+        parser.add_argument(flag, dest="ignored", choices=parsers, help=argparse.SUPPRESS)
     for flag in ALWAYS:
-        made.add_argument(flag, dest="ignored", action="store_true", help=argparse.SUPPRESS)
-    return made
+        parser.add_argument(flag, dest="ignored", action="store_true", help=argparse.SUPPRESS)
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,17 +77,17 @@ def main(arguments: Sequence[str]) -> int:
     from vllm_mlx_harmony.gateway.engines.detection import LOCAL
     from vllm_mlx_harmony.server.settings import ServerSettings
 
-    given, unknown = parser().parse_known_args(arguments)
+    options, unknown = parser().parse_known_args(arguments)
     if unknown:
         raise UsageError(
             f"{unknown[0]} is not a flag of the gateway, which serves the model since vllm-mlx is "
             "not installed; if it is one of vllm-mlx: pip install vllm-mlx-harmony"
         )
-    flags = vars(given)
+    flags = vars(options)
     del flags["ignored"]
     source = flags.pop("source")
     flags["engines"] = [f"{LOCAL}{source}"]
     flags["model"] = flags["model"] or source
     if ServerSettings.read().inspect:
         flags["inspect"] = True
-    return gateway.serve(given)
+    return gateway.serve(options)

@@ -75,12 +75,12 @@ def colorize(ids: Iterable[int], *, apart: bool = False) -> RichText:
         if not in_body and piece.ids[0] != vocab.MESSAGE:
             _paint_headless(found, styles, deltas)
     _paint_headless(found, styles, parser.close("stop"))
-    painting = RichText()
+    text = RichText()
     for piece, style in zip(found, styles, strict=True):
-        if apart and painting and piece.ids[0] == vocab.START:
-            painting.append("\n")
-        painting.append(piece.text, style)
-    return painting
+        if apart and text and piece.ids[0] == vocab.START:
+            text.append("\n")
+        text.append(piece.text, style)
+    return text
 
 
 def _paint_headless(found: list[TokenRun], styles: list[str], deltas: list[Delta]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text as Painted
+from rich.text import Text as RichText
 
 from vllm_mlx_harmony.cli.errors import UsageError, called, read_text
 from vllm_mlx_harmony.cli.paint import KIND_STYLES
@@ -96,8 +96,8 @@ def show(messages: Sequence[ParsedMessage], finished: Finished) -> None:
         style = KIND_STYLES[message.kind]
         cut = "" if message.complete else " (cut)"
         heading = f"{message.kind.value} {message.name}".strip() + cut
-        console.print(Painted.assemble(("── ", "dim"), (heading, f"bold {style}")), soft_wrap=True)
-        console.print(Painted(message.text, style), soft_wrap=True, end="\n\n")
+        console.print(RichText.assemble(("── ", "dim"), (heading, f"bold {style}")), soft_wrap=True)
+        console.print(RichText(message.text, style), soft_wrap=True, end="\n\n")
     usage = finished.usage
     console.print(
         f"finish: {finished.reason}; {usage.completion_tokens} tokens, "

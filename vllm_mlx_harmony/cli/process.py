@@ -154,7 +154,7 @@ def environment(home: Path) -> dict[str, str]:
     return own
 
 
-def send(url: str, body: object = None, *, key: str | None = None, patience: float) -> HTTPResponse:
+def send(url: str, body: object = None, *, key: str | None = None, timeout: float) -> HTTPResponse:
     """The response to a GET, or with ``body`` to a POST; not by a proxy for a `LOCAL` server.
 
     Raises ``HTTPError`` for any status but 2xx, or another ``OSError``, or ``HTTPException``.
@@ -164,7 +164,7 @@ def send(url: str, body: object = None, *, key: str | None = None, patience: flo
     if key:
         headers["Authorization"] = f"Bearer {key}"
     opener = build_opener(ProxyHandler({} if url.startswith(LOCAL) else None))
-    response: HTTPResponse = opener.open(Request(url, data, headers), timeout=patience)
+    response: HTTPResponse = opener.open(Request(url, data, headers), timeout=timeout)
     return response
 
 
@@ -194,22 +194,22 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, was)
 
 
-def wait_until_ready(port: int, log: Path, patience: float, problem: Callable[[], str]) -> None:
+def wait_until_ready(port: int, log: Path, timeout: float, problem: Callable[[], str]) -> None:
     """Returns when the server on ``port`` is ready.
 
     Raises ``UsageError`` with the end of its log as soon as ``problem`` returns one, or after
-    ``patience`` seconds.
+    ``timeout`` seconds.
     """
-    until = time.monotonic() + patience
+    until = time.monotonic() + timeout
     while True:
         ready = False
-        with suppress(OSError, HTTPException), send(f"{LOCAL}:{port}/health", patience=5):
+        with suppress(OSError, HTTPException), send(f"{LOCAL}:{port}/health", timeout=5):
             ready = True
         failed = problem()
         if ready:
             return
         if time.monotonic() > until:
-            failed = failed or f"the server was not ready after {patience:.0f} seconds"
+            failed = failed or f"the server was not ready after {timeout:.0f} seconds"
         if failed:
             tail = log.read_text("utf-8", "replace").splitlines()[-20:]
             raise UsageError("\n".join([f"{failed}:", *tail]))

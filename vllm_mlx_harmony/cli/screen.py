@@ -56,16 +56,16 @@ def show_turn(
     if known:
         skipped = f"… the {known} tokens of the previous prompt, and then:\n"
         text = Text.assemble((skipped, "dim italic"), text)
-    asked = _box(text, f"the prompt: {len(prompt)} tokens")
-    written = _box(colorize(output, apart=True), f"the model writes: {len(output)} tokens")
-    seen = _box(_fields(answer), "the client sees")
+    prompt_box = _box(text, f"the prompt: {len(prompt)} tokens")
+    output_box = _box(colorize(output, apart=True), f"the model writes: {len(output)} tokens")
+    parsed_box = _box(_fields(answer), "the client sees")
     if console.width < WIDE:
-        console.print(asked, written, seen, sep="\n")
+        console.print(prompt_box, output_box, parsed_box, sep="\n")
         return
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(ratio=1, overflow="fold")
     grid.add_column(ratio=1, overflow="fold")
-    grid.add_row(asked, Group(written, seen))
+    grid.add_row(prompt_box, Group(output_box, parsed_box))
     console.print(grid)
 
 

@@ -22,10 +22,10 @@ from vllm_mlx_harmony.cli.models import MODELS
 
 def parser() -> argparse.ArgumentParser:
     """The flags that the host does not know; most set the environment variable of their name."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False, exit_on_error=False
     )
-    own = made.add_argument_group("vllm-mlx-harmony")
+    own = parser.add_argument_group("vllm-mlx-harmony")
 
     def add(flag: str, about: str, **options: Any) -> None:
         variable = f"VLLM_MLX_HARMONY_{flag[2:].replace('-', '_').upper()}"
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tool-urls", patterns, metavar="PATTERNS")
     engine = "let requests search the web: ddgs, searxng:URL, brave or tavily"
     add("--web-search", engine, metavar="ENGINE")
-    return made
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,10 +82,10 @@ def main(arguments: Sequence[str]) -> int:
 def _without_own(arguments: list[str]) -> list[str]:
     """The arguments of the host; what is for this command alone takes effect."""
     try:
-        given, arguments = parser().parse_known_args(arguments)
+        options, arguments = parser().parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise UsageError(str(error)) from error
-    own = vars(given)
+    own = vars(options)
     if log := own.pop("log_file"):
         try:
             log_file.redirect(Path(log))

@@ -119,9 +119,9 @@ class LocalGateway(Gateway):
             await asyncio.to_thread(resources.close)
 
     async def _warm(self) -> None:
-        given = self.defaults(self.model)
+        defaults = self.defaults(self.model)
         warmed = await warm_prompts.warm(
-            self.model, self._warm_prompts, given, self.renderer, SHARED_TENANT
+            self.model, self._warm_prompts, defaults, self.renderer, SHARED_TENANT
         )
         logger.info(
             "warm prompts: %d tokens of %d in %.1f s, %d skipped",

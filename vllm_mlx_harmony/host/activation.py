@@ -172,7 +172,7 @@ def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
     from vllm_mlx_harmony.host import flags, startup_banner, tools
     from vllm_mlx_harmony.host.vllm_mlx_engine import serving
 
-    named_flags = flags.given(args)
+    named_flags = flags.explicit_flags(args)
     options = resources.engine_options(args, resources.configured_options(settings))
     budget, directory = flags.cache_budget(named_flags), getattr(args, "ssd_cache_dir", None)
     resources.configure(

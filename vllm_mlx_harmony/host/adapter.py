@@ -69,16 +69,16 @@ class VllmMlx:
     async def models(self) -> dict[str, Any]:
         """vllm-mlx's list, with ``max_model_len`` as in vLLM, which clients configure."""
         vllm = server()
-        listed = (await vllm.list_models()).model_dump(mode="json")
+        document = (await vllm.list_models()).model_dump(mode="json")
         ours = engine_of(vllm._engine)
-        for entry in listed["data"]:
+        for entry in document["data"]:
             path = vllm._model_path if entry["id"] == vllm._model_name else None
             length = length_of(path) if path is not None else None
             if length is not None and ours is not None:
                 length = ours.context_length  # None while it is unloaded
             if length is not None:
                 entry["max_model_len"] = length
-        return listed
+        return document
 
     async def must_load(self, model: str | None) -> bool:
         vllm = server()

@@ -17,7 +17,7 @@ from typing import Any
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server.defaults import OPTIONS
 
-Given = Mapping[str, Any]
+Flags = Mapping[str, Any]
 """Flags and their values, by their names in the parsed arguments."""
 
 WITHOUT_EFFECT = {
@@ -45,7 +45,7 @@ WITHOUT_EFFECT = {
 """Flags without effect, by their names in the parsed arguments, and the reasons."""
 
 
-def given(args: argparse.Namespace) -> Given:
+def explicit_flags(args: argparse.Namespace) -> Flags:
     """The flags that were given on the command line of this process, by name.
 
     If ``args`` was not parsed from that: those that differ from vllm-mlx's defaults.
@@ -62,7 +62,7 @@ def given(args: argparse.Namespace) -> Given:
     }
 
 
-def _parsed(line: list[str], default: str | None) -> Given:
+def _parsed(line: list[str], default: str | None) -> Flags:
     """A command line as vllm-mlx parses it; ``default``, if given, replaces all defaults."""
     from vllm_mlx.cli import create_parser
 
@@ -80,7 +80,7 @@ def _parsed(line: list[str], default: str | None) -> Given:
         return {}
 
 
-def cache_budget(flags: Given) -> int | None:
+def cache_budget(flags: Flags) -> int | None:
     """Size of the prefix cache in bytes by the given flags; ``None`` if none of them sets it.
 
     A percentage is of the free memory, as in vllm-mlx. Raises ``HostError`` for an invalid one.
@@ -102,7 +102,7 @@ def cache_budget(flags: Given) -> int | None:
     return limit
 
 
-def without_effect(flags: Given, *, enabled: bool) -> list[str]:
+def without_effect(flags: Flags, *, enabled: bool) -> list[str]:
     """A sentence for each group of given flags that have no effect, with the reason.
 
     ``enabled``: whether there is a prefix cache.
@@ -112,8 +112,8 @@ def without_effect(flags: Given, *, enabled: bool) -> list[str]:
     for why, names in {**off, **WITHOUT_EFFECT}.items():
         if found := [f"--{name.replace('_', '-')}" for name in names.split() if name in flags]:
             sentences.append(f"{', '.join(found)}: {why}")
-    given = flags.get("default_chat_template_kwargs") or ()
-    if options := [name for name in given if name not in OPTIONS]:
+    template_options = flags.get("default_chat_template_kwargs") or ()
+    if options := [name for name in template_options if name not in OPTIONS]:
         known = f"the supported ones are {', '.join(OPTIONS)}"
         sentences.append(f"--default-chat-template-kwargs {', '.join(options)}: {known}")
     parser = flags.get("reasoning_parser")

@@ -58,9 +58,9 @@ def set_flags(
 
 def show_model(path: str, engine: MlxEngine | None) -> None:
     """Prints the only model, in ``path``, and its ``engine``, None if it is loaded on demand."""
-    name, given = server()._model_name, server()._model_path
+    name, source = server()._model_name, server()._model_path
     window = length_of(path)
-    facts = [("model", str(name) if name == given else f"{name} ({given})")]
+    facts = [("model", str(name) if name == source else f"{name} ({source})")]
     if engine is None:
         facts.append(("engine", "loaded on demand"))
     else:
@@ -76,8 +76,8 @@ def show(*facts: tuple[str, str]) -> None:
     """Prints ``facts``, then those that do not depend on a model."""
     found = versions()
     ours = f"vllm-mlx-harmony {found.pop('vllm-mlx-harmony')}"
-    others = ", ".join(f"{name} {version}" for name, version in found.items())
-    print(f"{ours} ({others})")
+    dependencies = ", ".join(f"{name} {version}" for name, version in found.items())
+    print(f"{ours} ({dependencies})")
     for name, value in (*facts, *_common()):
         print(f"  {name:<{WIDTH}}{value}")
 

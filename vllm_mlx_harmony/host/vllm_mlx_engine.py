@@ -174,7 +174,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         min_p: float | None = None,
         presence_penalty: float | None = None,
         repetition_penalty: float | None = None,
-        **others: object,
+        **ignored: object,
     ) -> AsyncGenerator[GenerationOutput, None]:
         """What follows ``prompt``, up to a stop string or the end of the turn.
 

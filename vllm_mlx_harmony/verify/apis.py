@@ -88,11 +88,11 @@ def validate(name: str, document: object) -> None:
     else:
         return
     of_type = [error for error in errors if error["loc"][-1:] == ("type",)]
-    others = {error["loc"][:-1] for error in of_type if error["type"] == "literal_error"}
+    other_members = {error["loc"][:-1] for error in of_type if error["type"] == "literal_error"}
     meant = [
         error
         for error in errors
-        if not any(error["loc"][:end] in others for end in range(len(error["loc"]) + 1))
+        if not any(error["loc"][:end] in other_members for end in range(len(error["loc"]) + 1))
     ]
     if not meant:  # no member has the type
         first = min(of_type, key=lambda error: len(error["loc"]))

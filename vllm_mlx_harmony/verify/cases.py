@@ -31,7 +31,7 @@ def _typed(kind: Kind) -> Document:
     return {"type": kind} if isinstance(kind, str) else {"type": "string", "enum": kind}
 
 
-def listed(kind: Kind, **bounds: int) -> Document:
+def array(kind: Kind, **bounds: int) -> Document:
     return {"type": "array", "items": _typed(kind), **bounds}
 
 
@@ -44,18 +44,18 @@ TOOLS = {
         Tool("get_forecast", "The weather in a city for some days.", schema(city="string", days="integer", unit=["celsius", "fahrenheit"])),
         Tool("get_stock_price", "The price of a stock.", schema(symbol="string")),
         Tool("convert_currency", "Converts an amount of money at today's rate. Currencies are ISO 4217 codes.", schema(amount="number", source="string", target="string")),
-        Tool("send_email", "Sends an e-mail.", schema(to=listed("string"), subject="string", body="string")),
+        Tool("send_email", "Sends an e-mail.", schema(to=array("string"), subject="string", body="string")),
         Tool("create_event", "Adds an event to the user's calendar. Times are ISO 8601.", schema(title="string", start="string", minutes="integer", place=MAYBE)),
         Tool("search_files", "Files whose text has a pattern.", schema(pattern="string", path=MAYBE)),
         Tool("read_file", "The text of a file.", schema(path="string")),
-        Tool("run_command", "Runs a shell command.", schema(command=listed("string"))),
+        Tool("run_command", "Runs a shell command.", schema(command=array("string"))),
         Tool("query_database", "Runs an SQL query that only reads.", schema(sql="string")),
         Tool("find_customer", "The id of a customer, by name.", schema(name="string")),
         Tool("list_orders", "The orders of a customer, by id.", schema(customer_id="integer")),
         Tool("set_light", "Sets a lamp.", schema(room="string", on="boolean", colour=["white", "red", "blue"])),
         Tool("translate", "Translates a text.", schema(text="string", language="string")),
         Tool("book_table", "Books a table in a restaurant.", schema(restaurant="string", people="integer", time="string")),
-        Tool("order_pizza", "Orders pizzas.", schema(pizzas=listed(schema(name="string", size=["small", "large"], count="integer")), address="string")),
+        Tool("order_pizza", "Orders pizzas.", schema(pizzas=array(schema(name="string", size=["small", "large"], count="integer")), address="string")),
         Tool("get_time", "The time in a city, now.", schema(city="string")),
         Tool("ready", "Tells the user that you are ready.", schema()),
     )
@@ -182,19 +182,19 @@ SCHEMAS: tuple[tuple[str, str, Document, Document], ...] = (
     ("person", "Ada, 36, ada@example.com", PERSON, {"name": "Ada", "email": "ada@example.com", "age": 36}),
     ("null", "Bob is 50 and has no e-mail address.", PERSON, {"name": "Bob", "email": None, "age": 50}),
     ("sentiment", "I love this phone, but the battery is weak.", schema(sentiment=["positive", "negative", "mixed"], score="number"), {"sentiment": "mixed", "score": 0.4}),
-    ("list", "Buy milk, eggs and bread.", schema(items=listed("string")), {"items": ["milk", "eggs", "bread"]}),
-    ("bounded", "Name exactly three primary colours.", schema(colours=listed("string", minItems=3, maxItems=3)), {"colours": ["red", "yellow", "blue"]}),
-    ("numbers", "The box is 30 by 20.5 by 10 cm and weighs 2 kg.", schema(size=listed("number"), weight="number"), {"size": [30, 20.5, 10], "weight": 2}),
+    ("list", "Buy milk, eggs and bread.", schema(items=array("string")), {"items": ["milk", "eggs", "bread"]}),
+    ("bounded", "Name exactly three primary colours.", schema(colours=array("string", minItems=3, maxItems=3)), {"colours": ["red", "yellow", "blue"]}),
+    ("numbers", "The box is 30 by 20.5 by 10 cm and weighs 2 kg.", schema(size=array("number"), weight="number"), {"size": [30, 20.5, 10], "weight": 2}),
     ("boolean", "Is 17 a prime number?", schema(answer="boolean", reason="string"), {"answer": True, "reason": "No divisor."}),
     ("nested", "Alan, 41, lives at 5 High Street, Leeds.", schema(person=schema(name="string", age="integer"), address=schema(street="string", city="string")), {"person": {"name": "Alan", "age": 41}, "address": {"street": "5 High Street", "city": "Leeds"}}),
-    ("invoice", "Invoice 17: 2 lamps at 30 EUR, 1 desk at 200 EUR.", schema(number="integer", currency=["EUR", "USD"], lines=listed(schema(item="string", count="integer", price="number"))), {"number": 17, "currency": "EUR", "lines": [{"item": "lamp", "count": 2, "price": 30}, {"item": "desk", "count": 1, "price": 200}]}),
+    ("invoice", "Invoice 17: 2 lamps at 30 EUR, 1 desk at 200 EUR.", schema(number="integer", currency=["EUR", "USD"], lines=array(schema(item="string", count="integer", price="number"))), {"number": 17, "currency": "EUR", "lines": [{"item": "lamp", "count": 2, "price": 30}, {"item": "desk", "count": 1, "price": 200}]}),
     ("union", "The value is the number 7.", schema(value={"anyOf": [{"type": "integer"}, {"type": "string"}]}), {"value": 7}),
-    ("variants", "A circle with radius 2 and a square with side 3.", schema(shapes=listed({"anyOf": [schema(kind=["circle"], radius="number"), schema(kind=["square"], side="number")]})), {"shapes": [{"kind": "circle", "radius": 2}, {"kind": "square", "side": 3}]}),
+    ("variants", "A circle with radius 2 and a square with side 3.", schema(shapes=array({"anyOf": [schema(kind=["circle"], radius="number"), schema(kind=["square"], side="number")]})), {"shapes": [{"kind": "circle", "radius": 2}, {"kind": "square", "side": 3}]}),
     ("recursive", "A tree: root a with the children b and c.", {**TREE, "$defs": {"node": TREE}}, {"value": "a", "children": [{"value": "b", "children": []}, {"value": "c", "children": []}]}),
     ("reference", "From Rome (41.9, 12.5) to Oslo (59.9, 10.8).", {**schema(start={"$ref": "#/$defs/p"}, end={"$ref": "#/$defs/p"}), "$defs": {"p": schema(lat="number", lon="number")}}, {"start": {"lat": 41.9, "lon": 12.5}, "end": {"lat": 59.9, "lon": 10.8}}),
-    ("steps", "Solve 8x + 7 = -23 step by step.", schema(steps=listed(schema(explanation="string", output="string")), final_answer="string"), {"steps": [{"explanation": "Subtract 7.", "output": "8x = -30"}], "final_answer": "x = -3.75"}),
-    ("entities", "Marie Curie worked in Paris.", schema(people=listed("string"), places=listed("string"), dates=listed("string")), {"people": ["Marie Curie"], "places": ["Paris"], "dates": []}),
-    ("matrix", "The identity matrix of size 2.", schema(rows=listed(listed("integer"))), {"rows": [[1, 0], [0, 1]]}),
+    ("steps", "Solve 8x + 7 = -23 step by step.", schema(steps=array(schema(explanation="string", output="string")), final_answer="string"), {"steps": [{"explanation": "Subtract 7.", "output": "8x = -30"}], "final_answer": "x = -3.75"}),
+    ("entities", "Marie Curie worked in Paris.", schema(people=array("string"), places=array("string"), dates=array("string")), {"people": ["Marie Curie"], "places": ["Paris"], "dates": []}),
+    ("matrix", "The identity matrix of size 2.", schema(rows=array(array("integer"))), {"rows": [[1, 0], [0, 1]]}),
     ("unicode", "Translate thank you into Japanese and French.", schema(日本語="string", français="string"), {"日本語": "ありがとう", "français": "merci"}),
     ("escapes", "Quote this line exactly: say \"hi\"\\n", schema(line="string"), {"line": 'say "hi"\\n'}),
     ("range", "Rate this review from 1 to 5: it was all right.", schema(stars={"type": "integer", "minimum": 1, "maximum": 5}), {"stars": 3}),

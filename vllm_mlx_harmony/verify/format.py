@@ -99,7 +99,7 @@ async def not_called(case: Case, trial: Trial) -> None:
 async def several(case: Case, trial: Trial) -> None:
     """Calls in one turn or in several, each answered with the result of that tool."""
     messages: tuple[str | ReceivedAnswer | Result, ...] = (case.prompt,)
-    left, made = list(zip(case.calls, case.results, strict=True)), list[str]()
+    left, seen = list(zip(case.calls, case.results, strict=True)), list[str]()
     for _ in range(TURNS):
         answer = await trial.streamed(Ask(messages, tools=tools(case.tools)))
         if not answer.calls:
@@ -107,15 +107,15 @@ async def several(case: Case, trial: Trial) -> None:
         results = []
         for call in answer.calls:
             valid_call(call, tools(case.tools))
-            made.append(f"{call.name} {call.arguments}")
+            seen.append(f"{call.name} {call.arguments}")
             fitting = [expected for expected in left if expected[0][0] == call.name]
             wanted = [expected for expected in fitting if _same(expected[0][1], call)] or fitting
-            require(wanted, f"an unexpected call: {made[-1]}")
+            require(wanted, f"an unexpected call: {seen[-1]}")
             left.remove(wanted[0])
             results.append(Result(call, wanted[0][1]))
         messages = (*messages, answer, *results)
     require(not left, f"calls that were not made: {[call for (call, _), _ in left]}")
-    mentions(" ".join(made), case.must)
+    mentions(" ".join(seen), case.must)
     require(answer.text, "no answer after the last result")
 
 
@@ -165,9 +165,9 @@ async def survives(trial: Trial) -> None:
     require(answer.calls, f"no call, but {answer.text!r:.200}")
     chosen = set(re.findall(r"\d{6}", answer.reasoning.replace(",", "")))
     require(chosen, f"no number in the reasoning: {answer.reasoning!r:.200}")
-    told = await trial.streamed(Ask((SECRET, answer, Result(answer.calls[0], TELL)), tools=ready))
-    numbers = set(re.findall(r"\d{6}", told.text.replace(",", "")))
-    require(numbers & chosen, f"chosen: {sorted(chosen)}, told: {told.text!r:.100}")
+    reply = await trial.streamed(Ask((SECRET, answer, Result(answer.calls[0], TELL)), tools=ready))
+    numbers = set(re.findall(r"\d{6}", reply.text.replace(",", "")))
+    require(numbers & chosen, f"chosen: {sorted(chosen)}, told: {reply.text!r:.100}")
 
 
 async def effort(trial: Trial) -> None:

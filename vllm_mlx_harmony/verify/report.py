@@ -83,12 +83,12 @@ def counts(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> list[tuple[s
 
 def grid(titles: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table for the terminal: names, and columns with titles."""
-    made = Table("", box=None, padding=(0, 2, 0, 0))
+    table = Table("", box=None, padding=(0, 2, 0, 0))
     for title in titles:
-        made.add_column(title, justify="right")
+        table.add_column(title, justify="right")
     for row in rows:
-        made.add_row(*row)
-    return made
+        table.add_row(*row)
+    return table
 
 
 def table(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> Table:
@@ -98,18 +98,18 @@ def table(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> Table:
 
 def scores(outcomes: Sequence[Outcome]) -> list[str]:
     """Rates of the checks that depend on what the model writes."""
-    made = [outcome for outcome in outcomes if outcome.state != "unsupported"]
-    calls, others = (
-        [outcome for outcome in made if outcome.name.split(".")[2].startswith(start)]
+    supported = [outcome for outcome in outcomes if outcome.state != "unsupported"]
+    calls, no_calls = (
+        [outcome for outcome in supported if outcome.name.split(".")[2].startswith(start)]
         for start in ("call-", "no-call-")
     )
     called, runs = sum(call.passed for call in calls), sum(call.runs for call in calls)
-    needless = sum(other.runs - other.passed for other in others)
+    needless = sum(check.runs - check.passed for check in no_calls)
     lines = []
-    if calls and others:
+    if calls and no_calls:
         precision = called / (called + needless) if called else 0.0
         lines.append(f"tool calls: recall {called / runs:.1%}, precision {precision:.1%}")
-    repeated = [outcome for outcome in made if outcome.runs > 1]
+    repeated = [outcome for outcome in supported if outcome.runs > 1]
     if repeated:
         rate = sum(outcome.passed for outcome in repeated) / sum(
             outcome.runs for outcome in repeated
@@ -138,8 +138,8 @@ def verdict(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> Group:
     for outcome in outcomes:
         if outcome.state == "unsupported":
             reasons.setdefault(outcome.problem, []).append(outcome.name)
-    for problem, (name, *others) in reasons.items():
-        which = f"{name} and {len(others)} more" if others else name
+    for problem, (name, *more) in reasons.items():
+        which = f"{name} and {len(more)} more" if more else name
         lines.append(Text.assemble((f"– not supported: {problem} ", "yellow"), (which, "dim")))
     count = {state: sum(outcome.state == state for outcome in outcomes) for state in STYLES}
     parts = [(f"{number} {state}", STYLES[state]) for state, number in count.items() if number]

@@ -136,10 +136,10 @@ async def models(http: httpx.AsyncClient) -> dict[str, int | None]:
     """Names and context lengths of the models that a server lists. Raises ``Failed``."""
     response = await http.get("/v1/models")
     require(response.status_code == OK, f"GET /v1/models: status {response.status_code}")
-    listed = parsed(response.text).get("data")
-    require(isinstance(listed, list), "GET /v1/models has no list `data`")
+    data = parsed(response.text).get("data")
+    require(isinstance(data, list), "GET /v1/models has no list `data`")
     found = {}
-    for entry in listed or ():
+    for entry in data or ():
         # as vLLM and this project list it, or llama.cpp
         length = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")
         found[entry["id"]] = length if isinstance(length, int) else None
@@ -152,15 +152,17 @@ async def selected(http: httpx.AsyncClient, model: str | None) -> tuple[str, int
     Raises ``Failed`` if that is none.
     """
     try:
-        listed = await models(http)
+        contexts = await models(http)
     except Failed:
         if model is None:
             raise
-        listed = {}
-    if model is None and len(listed) != 1:
-        raise Failed(f"the server has {', '.join(listed) or 'no models'}: choose one with --model")
-    name = model or next(iter(listed))
-    return name, listed.get(name)
+        contexts = {}
+    if model is None and len(contexts) != 1:
+        raise Failed(
+            f"the server has {', '.join(contexts) or 'no models'}: choose one with --model"
+        )
+    name = model or next(iter(contexts))
+    return name, contexts.get(name)
 
 
 async def versions(http: httpx.AsyncClient) -> dict[str, str]:

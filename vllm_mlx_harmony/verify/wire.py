@@ -96,9 +96,9 @@ async def stream(trial: Trial) -> None:
 
 async def same(trial: Trial) -> None:
     """On GPUs, rounding depends on what runs beside a request, so a second pair is tried."""
-    asked, problem = replace(COUNT, extra={"temperature": 0.0}), ""
+    ask, problem = replace(COUNT, extra={"temperature": 0.0}), ""
     for _ in range(2):
-        one, other = await trial.answer(asked), await trial.streamed(asked)
+        one, other = await trial.answer(ask), await trial.streamed(ask)
         problem = next(
             (
                 f"{name}: {getattr(one, name)!r:.200} whole, {getattr(other, name)!r:.200} streamed"
@@ -155,8 +155,8 @@ async def wrong_type(trial: Trial) -> None:
 
 
 async def unknown_parameter(trial: Trial) -> None:
-    asked = replace(PLAIN, extra={"no_such_parameter": {"a": 1}})
-    reply = await post(trial, trial.api.body(trial.server.model, asked))
+    ask = replace(PLAIN, extra={"no_such_parameter": {"a": 1}})
+    reply = await post(trial, trial.api.body(trial.server.model, ask))
     if reply.status_code == HTTPStatus.OK:
         trial.api.read(parsed(reply.text))
     else:
@@ -166,8 +166,8 @@ async def unknown_parameter(trial: Trial) -> None:
 async def too_long(trial: Trial) -> None:
     if not trial.server.context:
         raise Unsupported("/v1/models does not list the model's context length")
-    asked = Ask((" a" * (trial.server.context + 1000),), limit=MIN_OUTPUT_TOKENS)
-    body = trial.api.body(trial.server.model, asked)
+    ask = Ask((" a" * (trial.server.context + 1000),), limit=MIN_OUTPUT_TOKENS)
+    body = trial.api.body(trial.server.model, ask)
     refused(trial, await post(trial, body), HTTPStatus.BAD_REQUEST)
 
 
@@ -186,8 +186,8 @@ async def stop(trial: Trial) -> None:
         require(answer.finish == "stop", f"the answer ended with {answer.finish!r}")
 
 
-async def both(trial: Trial, asked: Ask) -> tuple[ReceivedAnswer, ReceivedAnswer]:
-    return await trial.answer(asked), await trial.streamed(asked)
+async def both(trial: Trial, ask: Ask) -> tuple[ReceivedAnswer, ReceivedAnswer]:
+    return await trial.answer(ask), await trial.streamed(ask)
 
 
 async def cancel(trial: Trial) -> None:
@@ -224,8 +224,8 @@ async def _until_idle(trial: Trial) -> None:
 
 
 async def at_once(trial: Trial) -> None:
-    asked = trial.streamed(PLAIN), trial.streamed(OTHER)
-    found = await asyncio.gather(*asked, return_exceptions=True)  # if one fails, the other ends
+    requests = trial.streamed(PLAIN), trial.streamed(OTHER)
+    found = await asyncio.gather(*requests, return_exceptions=True)  # if one fails, the other ends
     for result in found:
         if isinstance(result, BaseException):
             raise result
@@ -243,8 +243,8 @@ def lengthy(trial: Trial, task: str) -> Ask:
 
 async def waiting(trial: Trial) -> None:
     """Only what a client parses counts: comments in a stream do not reach it."""
-    asked, before, longest = lengthy(trial, REPORT), time.monotonic(), 0.0
-    async with aclosing(trial.events(asked)) as events:
+    ask, before, longest = lengthy(trial, REPORT), time.monotonic(), 0.0
+    async with aclosing(trial.events(ask)) as events:
         async for _ in events:
             now = time.monotonic()
             longest, before = max(longest, now - before), now
@@ -253,11 +253,11 @@ async def waiting(trial: Trial) -> None:
 
 async def kept(trial: Trial) -> None:
     """Cancels a prompt before the first text, as clients do that have a timeout and try again."""
-    asked = lengthy(trial, DRAFT)
+    ask = lengthy(trial, DRAFT)
     with suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(trial.collected(asked), BEGUN)
+        await asyncio.wait_for(trial.collected(ask), BEGUN)
         raise Unsupported("the prompt was computed before it could be cancelled")
-    used = (await trial.answer(asked)).usage
+    used = (await trial.answer(ask)).usage
     if used.cached is None:
         raise Unsupported("usage does not count cached tokens")
     enough = used.cached >= used.prompt * REUSED
@@ -282,8 +282,8 @@ async def thinking_once(trial: Trial) -> None:
 
 
 async def control_tokens(trial: Trial) -> None:
-    for asked in (PLAIN, TIME):
-        for answer in await both(trial, asked):
+    for ask in (PLAIN, TIME):
+        for answer in await both(trial, ask):
             texts = (answer.text, answer.reasoning, *(call.arguments for call in answer.calls))
             found = CONTROL.search("\n".join(texts))
             require(found is None, f"{found and found[0]!r} in a text")
@@ -358,12 +358,12 @@ async def conversation(trial: Trial) -> None:
     reply = await trial.send("GET", path)
     require(reply.status_code == HTTPStatus.OK, f"GET of its items: status {reply.status_code}")
     items = parsed(reply.text)["data"]
-    asked = [item for item in items if item["type"] == "message" and item["role"] == "user"]
-    texts = [part["text"] for item in asked for part in item["content"]]
+    questions = [item for item in items if item["type"] == "message" and item["role"] == "user"]
+    texts = [part["text"] for item in questions for part in item["content"]]
     require(texts == [FIRST, SECOND], f"the user's items are {texts!r:.80}")
     answers = [item["id"] for item in first["output"] + second["output"]]
-    listed = [item["id"] for item in items if item not in asked]
-    require(listed == answers, "the other items are not those of the responses")
+    answer_ids = [item["id"] for item in items if item not in questions]
+    require(answer_ids == answers, "the other items are not those of the responses")
 
 
 SKY = {

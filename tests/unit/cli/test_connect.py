@@ -18,7 +18,7 @@ import tomlkit
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.cli import agents, connect, process
-from vllm_mlx_harmony.cli.connect import Served
+from vllm_mlx_harmony.cli.connect import Target
 
 KEY = "secret-key"
 ONE_MODEL = [{"id": "gpt-oss-20b", "max_model_len": 4096}]
@@ -245,7 +245,7 @@ def test_key_is_not_written(
 def test_documented_script_is_the_real_one() -> None:
     page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text("utf-8")
     shown = page.partition("start.sh\n# Starts ")[2].partition("…")[0]
-    *_, text = connect.AGENTS["grok"](Served("http://127.0.0.1:8000", "gpt-oss-20b")).files.values()
+    *_, text = connect.AGENTS["grok"](Target("http://127.0.0.1:8000", "gpt-oss-20b")).files.values()
     assert text == f"# Starts {shown}"
 
 
@@ -278,8 +278,8 @@ def test_script_starts_the_agent_as_launch_does(
         environment["VLLM_API_KEY"] = key
     started = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
     arguments, variables = json.loads(started.stdout)
-    served = Served(server.url, "gpt-oss-20b", 4096, keyed=True)
-    run = agents.AGENTS[agent].set_up(served, key or "local", directory)
+    target = Target(server.url, "gpt-oss-20b", 4096, keyed=True)
+    run = agents.AGENTS[agent].set_up(target, key or "local", directory)
     assert arguments == [*run.arguments, "a b", "$c"]
     assert {name: variables[name] for name in run.variables} == run.variables
     for name, content in run.files.items():
@@ -287,8 +287,8 @@ def test_script_starts_the_agent_as_launch_does(
 
 
 def test_model_name_cannot_add_a_command_to_a_script(home: Path) -> None:
-    served = Served("http://127.0.0.1:8000", "gpt-oss\necho added >&2 #'\"$(y)")
-    *_, text = connect.AGENTS["grok"](served).files.values()
+    target = Target("http://127.0.0.1:8000", "gpt-oss\necho added >&2 #'\"$(y)")
+    *_, text = connect.AGENTS["grok"](target).files.values()
     read = subprocess.run(
         ["sh", "-c", text.replace('exec grok "$@"', "env")],
         capture_output=True,
@@ -296,7 +296,7 @@ def test_model_name_cannot_add_a_command_to_a_script(home: Path) -> None:
         check=True,
     )
     assert not read.stderr
-    assert f"GROK_DEFAULT_MODEL={served.model}\n" in read.stdout
+    assert f"GROK_DEFAULT_MODEL={target.model}\n" in read.stdout
 
 
 def test_key_is_read_from_the_environment(
@@ -338,8 +338,8 @@ def test_model_and_context_come_from_the_server(
         with pytest.raises(connect.UsageError, match=expected):
             connect.look(server.url, **options)
         return
-    served = connect.look(server.url, **options)
-    assert (served.model, served.context) == expected
+    target = connect.look(server.url, **options)
+    assert (target.model, target.context) == expected
 
 
 def test_missing_server_is_an_error_without_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +358,7 @@ def test_wrong_key_is_reported(server: Models, capsys: pytest.CaptureFixture[str
 
 def test_catalog_of_codex_is_complete(home: Path) -> None:
     """It has the fields that Codex 0.169.0 requires, and the abilities of the model."""
-    catalog, _ = connect.codex(Served("http://h:1", "gpt-oss-20b", 5000)).files.values()
+    catalog, _ = connect.codex(Target("http://h:1", "gpt-oss-20b", 5000)).files.values()
     (model,) = json.loads(catalog)["models"]
     needed = {
         *("slug", "display_name", "supported_reasoning_levels", "shell_type", "visibility"),
@@ -374,7 +374,7 @@ def test_catalog_of_codex_is_complete(home: Path) -> None:
 
 
 def test_claude_has_one_model_under_every_name() -> None:
-    (settings,) = connect.claude(Served("http://h:1", "m", 100_000)).files.values()
+    (settings,) = connect.claude(Target("http://h:1", "m", 100_000)).files.values()
     environment = json.loads(settings)["env"]
     models = {name for name in environment if "MODEL" in name}
     assert {environment[name] for name in models} == {"m"}
@@ -387,11 +387,11 @@ def test_agents_search_the_web_where_the_server_does(server: Models) -> None:
     assert not connect.look(server.url, None, None, None).searches
     server.models = [{**ONE_MODEL[0], "web_search": True}]
     assert connect.look(server.url, None, None, None).searches
-    served = Served("http://h:1", "m", searches=True)
-    (settings,) = connect.claude(served).files.values()
+    target = Target("http://h:1", "m", searches=True)
+    (settings,) = connect.claude(target).files.values()
     assert "permissions" not in json.loads(settings)
     for searches in (True, False):
-        _, config = connect.codex(replace(served, searches=searches)).files.values()
+        _, config = connect.codex(replace(target, searches=searches)).files.values()
         assert tomlkit.parse(config).get("web_search") == ("live" if searches else None)
 
 
@@ -448,7 +448,7 @@ trust_level = "untrusted"
 
 
 def _ours(home: Path) -> tuple[str, str]:
-    (catalog, _), (path, ours) = connect.codex(Served("http://h:1", "m")).files.items()
+    (catalog, _), (path, ours) = connect.codex(Target("http://h:1", "m")).files.items()
     assert path == home / ".codex" / "config.toml"
     return ours, str(catalog)
 

@@ -33,7 +33,7 @@ def parse(*line: str) -> Any:
 
 def parse_given(monkeypatch: pytest.MonkeyPatch, *line: str) -> dict[str, Any]:
     monkeypatch.setattr(sys, "argv", ["vllm-mlx", "serve", "MODEL", *line])
-    return flags.given(parse(*line))
+    return flags.explicit_flags(parse(*line))
 
 
 def test_flag_with_its_default_value_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_without_matching_argv_default_values_do_not_count(
     monkeypatch: pytest.MonkeyPatch, argv: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", argv)
-    options = flags.given(parse("--use-paged-cache", "--max-cache-blocks", "1000"))
+    options = flags.explicit_flags(parse("--use-paged-cache", "--max-cache-blocks", "1000"))
     assert options == {"use_paged_cache": True}
 
 
