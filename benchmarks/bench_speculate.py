@@ -290,7 +290,7 @@ def forced_steps(mask: LogitsMask, answer: Sequence[int]) -> int:
             right = accepted_count(draft, answer[at : at + len(draft)])
             mask.advance(*draft[:right])
             at += right
-            known = bool(draft)  # the device has drawn the next id already
+            known = bool(draft)  # the device has sampled the next id already
     return steps
 
 

@@ -34,7 +34,7 @@ HEADER = ids_of("<|channel|>final<|message|>")
 """The header of an answer, with which a prompt may end."""
 
 SLOW = 5.0
-TIMES = {"QUIET": 2.5, "BEGUN": 2.5}
+TIMES = {"MAX_SILENCE_SECONDS": 2.5, "CANCEL_AFTER_SECONDS": 2.5}
 """Values for `wire`, with a prompt that takes `SLOW` seconds."""
 
 

@@ -21,8 +21,15 @@ from vllm_mlx_harmony.bench.requests import (
 from vllm_mlx_harmony.verify.values import Failed
 
 LENGTHS = (1_000, 8_000, 32_000, 100_000)
+"""Tokens of prompts, up to most of the 131,072 of gpt-oss's context."""
+
 STREAMS = (1, 2, 4, 8)
+"""Answers that are generated at once."""
+
 TURNS = 20
+"""Requests of the tool loop. The last prompt has about 11,000 tokens: a model with less context is
+measured without it."""
+
 RESULT = 500
 """Tokens of a tool's result in the loop."""
 

@@ -42,7 +42,7 @@ LEAST_CONTEXT = 4_096
 REQUEST_TIMEOUT = 5.0
 """Seconds within which a server must list its models."""
 
-ANSWERING = 120.0
+ANSWER_TIMEOUT = 120.0
 """Seconds within which it must answer a question."""
 
 BACKUP = ".before-vllm-mlx"
@@ -194,7 +194,9 @@ def ask(target: Target, key: str | None, path: str, body: Mapping[str, object]) 
     """A line about the answer to a short request. Raises ``Refused`` if there is none."""
     began = time.monotonic()
     try:
-        document = _json(f"{target.url}{path}", key, {"model": target.model, **body}, ANSWERING)
+        document = _json(
+            f"{target.url}{path}", key, {"model": target.model, **body}, ANSWER_TIMEOUT
+        )
         if not isinstance(document, dict) or "usage" not in document:
             raise Refused(f"{target.url}{path} did not return a model's answer")
     except HTTPError as error:

@@ -21,11 +21,17 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.files import write_atomically
 
 WIDTH = 1_024
+"""Hidden size. The weights take 25 MB, so there is memory for them beside any model."""
+
 TOKENS = 2_048
+"""As many as the longest chunk that a server computes by default (``BatchLimits.chunk``)."""
+
 RUNS = 4
+"""The fastest counts: another program may have had the GPU during one."""
 
 SLOW = 0.6
-"""The share of the highest rate below which a machine is slower than it should be."""
+"""The share of the highest rate below which a machine is slower than it should be: what slows
+prompts down costs half of it, or more."""
 
 
 def rate(width: int = WIDTH, tokens: int = TOKENS) -> float:

@@ -36,7 +36,8 @@ CANDIDATES = 8
 """Earlier places of the same gram that are compared."""
 
 MAX_MATCH = 32
-"""Ids of common text that are compared at each of them."""
+"""Ids of common text that are compared at each of them: as many as the last class of
+``PRIOR_ACCURACY`` needs."""
 
 NEARBY = 48
 """Ids after an edit within which the source usually continues."""
@@ -52,7 +53,10 @@ PRIOR_IDS = 8.0
 """Weight of this prior, in ids."""
 
 _FACTORS = (0x9E37_79B1, 0x85EB_CA6B, 0xC2B2_AE35)
+"""An odd factor for each id of a gram: Knuth's, and those of MurmurHash3's last step."""
+
 _BITS = 16
+"""The table has ``2**_BITS`` slots."""
 
 
 class Drafts:

@@ -61,7 +61,8 @@ MAX_WAITING = 256
 moment at which its answer is first read."""
 
 CLEAR_POOL_EVERY, IDS_PER_STEP = 2048, 8
-"""Prompt ids between two calls of ``mx.clear_cache``; a step counts as ``IDS_PER_STEP`` ids."""
+"""Prompt ids between two calls of ``mx.clear_cache``; a step counts as ``IDS_PER_STEP`` ids. mlx-lm
+calls it as often: after a chunk of 2,048 ids, or 256 steps."""
 
 PROBE_IDS = 64
 """Length of the probe chunk whose peak memory is measured when a model is loaded."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
 
 MAX_PADDING = 0.25
-"""Part of a batch that may be padding."""
+"""Part of a batch that may be padding; rows that would need more are in different batches."""
 
 FREE_PADDING = 2048
 """Padding that a batch may always have, in ids: another batch would cost more."""

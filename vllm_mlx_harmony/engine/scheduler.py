@@ -84,10 +84,12 @@ FIRST_CHUNK = 256
 does ``MAX_CHUNK_SECONDS``: weights are read anew for each chunk."""
 
 GROWTH = 1.5
-"""Maximum ratio of a chunk beside an answer to the same prompt's previous one."""
+"""Maximum ratio of a chunk beside an answer to the same prompt's previous one. An unlimited one of
+1,088 ids took 581 ms, not 200 as the 224 ids before it had promised."""
 
 MAX_CHUNK_SECONDS = 2.5
-"""Seconds that a chunk may take while no answer runs."""
+"""Seconds that a chunk may take while no answer runs: half of those after which macOS ends the
+process."""
 
 CHUNK_DIVISORS = (8, 4, 2, 1)
 """The longest chunk divided by these: the lengths that are measured, from ``FIRST_CHUNK`` on."""

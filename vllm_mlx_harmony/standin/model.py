@@ -23,7 +23,8 @@ WEIGHT = 90.0
 """Logit of the scripted token. A bias of -100 bans it, one of 100 on another beats it."""
 
 EXACT = 16
-"""How many positions at the end of an input get logits; a prefill never reads those before."""
+"""How many positions at the end of an input get logits: as many as the widest step has
+(`engine.step_costs`). A prefill never reads those before."""
 
 
 def _sibling(name: str) -> ModuleType:

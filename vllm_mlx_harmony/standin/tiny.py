@@ -33,6 +33,7 @@ CONFIG: dict[str, object] = {
 }
 
 WIDTH = 64
+"""Hidden size: with the full vocabulary, the weights take 110 MB."""
 
 
 def config(width: int) -> dict[str, object]:

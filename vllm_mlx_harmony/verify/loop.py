@@ -24,8 +24,9 @@ PROMPT = (
     "nothing else between. When you have read all of them, answer with the code of every page."
 )
 FILLER = "Nothing of interest was found in this part of the archive. " * 20
-AGAIN = 2.0
-"""How often a token of the last prompt may have been computed, on average."""
+MAX_COMPUTATIONS = 2.0
+"""How often a token of the last prompt may have been computed, on average: once if every prompt
+continues the one before, about 11 times if nothing is reused."""
 
 
 def code(page: int) -> str:
@@ -64,7 +65,7 @@ async def cached(trial: Trial) -> None:
         raise Unsupported("usage does not count cached tokens")
     computed = sum(usage.prompt - (usage.cached or 0) for usage in usages)
     ratio = computed / usages[-1].prompt
-    few = ratio <= AGAIN
+    few = ratio <= MAX_COMPUTATIONS
     require(few, f"{computed} tokens were computed for a last prompt of {usages[-1].prompt}")
 
 

@@ -25,7 +25,8 @@ def _to(ask: Ask | str) -> str:
 
 
 PROMPT_MS = 0.75
-"""Milliseconds for each token of a long prompt, which then takes longer than ``wire.QUIET``."""
+"""Milliseconds for each token of a long prompt, which then takes longer than
+``wire.MAX_SILENCE_SECONDS``."""
 
 WIRE = (
     Script(_to(checks.PROBE), _answer("Hello.")),

@@ -14,7 +14,7 @@ from vllm_mlx_harmony.verify.apis import Api, parsed
 from vllm_mlx_harmony.verify.values import Ask, Document, Failed, ReceivedAnswer, Usage, require
 
 OK = 200
-KEPT = 2000
+MAX_RECORDED = 2000
 """Characters of a request and of its response that are recorded."""
 
 
@@ -49,7 +49,7 @@ class Exchange:
     received: str = ""
 
     def add(self, text: str) -> None:
-        self.received += text[: KEPT - len(self.received)]
+        self.received += text[: MAX_RECORDED - len(self.received)]
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Trial:
         return stream(self.server.client, self.api.path, body, exchange)
 
     def _exchange(self, method: str, path: str, content: str) -> Exchange:
-        self.exchange = Exchange(f"{method} {path} {content[:KEPT]}".strip())
+        self.exchange = Exchange(f"{method} {path} {content[:MAX_RECORDED]}".strip())
         return self.exchange
 
 

@@ -47,11 +47,11 @@ MOST = 1_000_000
 PROMPT = 24_000
 """Tokens of a long prompt, if the context has twice as many."""
 
-QUIET = 15.0
+MAX_SILENCE_SECONDS = 15.0
 """Seconds without an event that a client may have to wait. Proxies and clients give up after some
 60 seconds; prompts of agents become five times as long as ours."""
 
-BEGUN = 8.0
+CANCEL_AFTER_SECONDS = 8.0
 """Seconds after which a prompt is cancelled."""
 
 REUSED = 0.2
@@ -248,14 +248,17 @@ async def waiting(trial: Trial) -> None:
         async for _ in events:
             now = time.monotonic()
             longest, before = max(longest, now - before), now
-    require(longest <= QUIET, f"no event for {longest:.1f} s while the prompt was computed")
+    require(
+        longest <= MAX_SILENCE_SECONDS,
+        f"no event for {longest:.1f} s while the prompt was computed",
+    )
 
 
 async def kept(trial: Trial) -> None:
     """Cancels a prompt before the first text, as clients do that have a timeout and try again."""
     ask = lengthy(trial, DRAFT)
     with suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(trial.collected(ask), BEGUN)
+        await asyncio.wait_for(trial.collected(ask), CANCEL_AFTER_SECONDS)
         raise Unsupported("the prompt was computed before it could be cancelled")
     used = (await trial.answer(ask)).usage
     if used.cached is None:
@@ -384,12 +387,12 @@ async def decision(trial: Trial) -> None:
     answer = parsed(reply.text)["answers"]["sky"]
     found = answer["probabilities"]
     require(set(found) == {"green", "blue"}, f"probabilities of {sorted(found)}")
-    require(abs(sum(found.values()) - 1) < ROUNDED, f"the probabilities are {found}")
+    require(abs(sum(found.values()) - 1) < ROUNDING_ERROR, f"the probabilities are {found}")
     chosen = answer["choice"]
     require(found[chosen] == max(found.values()), f"{chosen!r} is not the likeliest of {found}")
 
 
-ROUNDED = 0.01
+ROUNDING_ERROR = 0.01
 """The most that rounded probabilities may add up to more, or less, than 1."""
 
 
