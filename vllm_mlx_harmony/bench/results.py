@@ -24,7 +24,7 @@ KIND = "vllm-mlx-harmony bench"
 COLOURS = ("#0969da", "#bf3989", "#1a7f37", "#9a6700")
 
 
-def document(model: str, served: Mapping[str, str], points: Sequence[Point]) -> Results:
+def document(model: str, server: Mapping[str, str], points: Sequence[Point]) -> Results:
     """The results file. Of the model's path, only the last part; no host names and no addresses."""
     curves: dict[str, dict[str, list[float]]] = {}
     for point in points:
@@ -33,7 +33,7 @@ def document(model: str, served: Mapping[str, str], points: Sequence[Point]) -> 
     return {
         "kind": KIND,
         "model": Path(model).name,
-        "server": dict(served),
+        "server": dict(server),
         "machine": machine(),
         "curves": curves,
     }

@@ -490,16 +490,16 @@ class EngineLoop:
         started = time.perf_counter()
         match, request.match = request.match, None
         assert match is not None
-        request.layers, known = self.cache.restore(match, request.allocated_length)
+        request.layers, cached = self.cache.restore(match, request.allocated_length)
         last = len(request.prompt) - 1
         if self.cache.enabled:
-            request.boundaries = deque(boundaries(request.prompt, known))
+            request.boundaries = deque(boundaries(request.prompt, cached))
         request.prefill_start = started
         self._enter(request, Phase.COMPUTING)
-        request.computed_ids = request.cached = request.stored = known
+        request.computed_ids = request.cached = request.stored = cached
         self._put(request, request.report())
-        self.scheduler.begin(request.number, last - known, known, time.perf_counter() - started)
-        if known == last:
+        self.scheduler.begin(request.number, last - cached, cached, time.perf_counter() - started)
+        if cached == last:
             self._join([request], request.layers)
 
     def _compute(self, requests: Sequence[Request], ids: int) -> None:

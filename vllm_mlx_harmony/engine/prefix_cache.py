@@ -174,8 +174,8 @@ class PrefixCache:
         loaded, in_memory = match.loaded, match.in_memory
         with _logged("a prompt could not be read from the disk"):
             if self._disk is not None:
-                known = partial(self._tree.match_length, match.owners, match.sequence)
-                loaded = await self._disk.load(match.on_disk, known)
+                cached_length = partial(self._tree.match_length, match.owners, match.sequence)
+                loaded = await self._disk.load(match.on_disk, cached_length)
             in_memory, _ = self._tree.find(match.owners, match.sequence)
         return replace(match, in_memory=in_memory, on_disk=(), loaded=loaded)
 
@@ -188,18 +188,18 @@ class PrefixCache:
         layers, cached = None, 0
         if self.enabled:
             with _logged("a prefix could not be reused"):
-                known, found = self._tree.find(match.owners, match.sequence)
-                if match.loaded and match.loaded[-1].end > known:
+                length, found = self._tree.find(match.owners, match.sequence)
+                if match.loaded and match.loaded[-1].end > length:
                     with suppress(Misaligned):  # raised if the piece before them was evicted
                         for piece in match.loaded:
                             sequence = match.sequence[: piece.end * WIDTH]
                             cut = partial(pieces.imported, piece)
                             if not self._tree.add(match.owners, sequence, cut):
                                 break
-                    known, found = self._tree.find(match.owners, match.sequence)
-                if known:
-                    layers = pieces.join(self._model, found, max(0, capacity - known))
-                    cached = known
+                    length, found = self._tree.find(match.owners, match.sequence)
+                if length:
+                    layers = pieces.join(self._model, found, max(0, capacity - length))
+                    cached = length
             new = len(match.sequence) // WIDTH - cached
             before = self._reused
             self._reused = replace(
@@ -220,11 +220,11 @@ class PrefixCache:
         if not self.enabled:
             return
         with _logged("a prefix could not be stored"):
-            known = pack(ids[:-1] if ids[-1] in vocab.RETURN_ENDS else ids)
+            sequence = pack(ids[:-1] if ids[-1] in vocab.RETURN_ENDS else ids)
             cut = partial(pieces.cut, layers, row=row)
-            found = self._tree.add(self._owners(tenant), known, cut)
+            found = self._tree.add(self._owners(tenant), sequence, cut)
             if found and self._disk is not None:
-                self._disk.offer(self._root(tenant), known, found, pieces.exported)
+                self._disk.offer(self._root(tenant), sequence, found, pieces.exported)
 
     def stored(self, ids: Sequence[int], tenant: str) -> int:
         """How many ids of a sequence are in memory."""

@@ -137,8 +137,8 @@ class Request:
         """How much of the prompt is computed. Before it begins: what is cached, and its place."""
         total = len(self.prompt)
         if self.phase is Phase.WAITING:
-            known = 0 if self.match is None else min(self.match.cached, total - 1)
-            return Progress(total, known, known, place=place)
+            cached = 0 if self.match is None else min(self.match.cached, total - 1)
+            return Progress(total, cached, cached, place=place)
         seconds = time.perf_counter() - self.prefill_start
         return Progress(total, self.cached, self.computed_ids, seconds)
 

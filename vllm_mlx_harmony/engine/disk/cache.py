@@ -405,18 +405,18 @@ class DiskCache:
             self._works("reading the index")
         return best
 
-    async def load(self, rows: Sequence[Row], known: Callable[[], int]) -> tuple[Loaded, ...]:
-        """The pieces of ``rows`` that end after ``known`` ids, read and verified; first to last.
+    async def load(self, rows: Sequence[Row], in_memory: Callable[[], int]) -> tuple[Loaded, ...]:
+        """The pieces of ``rows`` that end after the ids ``in_memory``, read and verified, in order.
 
         The first may begin before that; what follows one that cannot be read is missing, and so is
         what exceeds ``buffer``. Waits while what was read for other prompts, and not yet used,
-        exceeds ``buffer``; then asks how much is ``known``, on the reader's thread.
+        exceeds ``buffer``; then asks how many ids are ``in_memory``, on the reader's thread.
         """
         if not rows:
             self._counters.misses += 1
             return ()
         given_up = threading.Event()
-        reading = self._reader.submit(self._load_in_turn, rows, known, given_up)
+        reading = self._reader.submit(self._load_in_turn, rows, in_memory, given_up)
         try:
             return await asyncio.wrap_future(reading)
         finally:
@@ -429,16 +429,16 @@ class DiskCache:
         return sum(len(piece.content) for piece in pieces if piece is not None)
 
     def _load_in_turn(
-        self, rows: Sequence[Row], known: Callable[[], int], given_up: threading.Event
+        self, rows: Sequence[Row], in_memory: Callable[[], int], given_up: threading.Event
     ) -> tuple[Loaded, ...]:
         while self.read_ahead >= self._buffer and not self._closing:
             if given_up.wait(RETRY):
                 return ()
-        return self._load(rows, known)
+        return self._load(rows, in_memory)
 
-    def _load(self, rows: Sequence[Row], known: Callable[[], int]) -> tuple[Loaded, ...]:
+    def _load(self, rows: Sequence[Row], in_memory: Callable[[], int]) -> tuple[Loaded, ...]:
         found: list[Loaded] = []
-        before, nbytes = known(), 0
+        before, nbytes = in_memory(), 0
         for row in rows:
             if row.end > before:
                 nbytes += row.size
