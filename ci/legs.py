@@ -44,7 +44,7 @@ NO_HARMONY = Environment(
     "no-harmony", ("cpu", "test"), ("host",), without=("openai-harmony", "oss-harmony")
 )
 NO_CPU = Environment("no-cpu", ("test",), ("host",), absent=("mlx-cpu",))
-INSTALLED = Environment("installed", ("cpu", "verify"), ("host",), editable=False)
+INSTALLED = Environment("installed", ("cpu", "verify"), ("host", "uv"), editable=False)
 """The plugin as users install it."""
 
 LIGHT = Environment(
@@ -516,14 +516,18 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         "bench",
-        "cost per token, of a prompt and of the start of Python, against the host's own",
+        "cost per token, of a prompt, the disk and the start of Python, against the host's own",
         INSTALLED,
-        tuple(
-            ("python", f"benchmarks/{name}.py")
-            for name in (
-                *("bench", "bench_render", "bench_grammar", "bench_reuse", "bench_decode"),
-                "bench_engine",
-            )
+        (
+            *(
+                ("python", f"benchmarks/{name}.py")
+                for name in (
+                    *("bench", "bench_render", "bench_grammar", "bench_reuse", "bench_decode"),
+                    *("bench_engine", "bench_disk"),
+                )
+            ),
+            # No seconds: the BLAS of mlx's package for Linux is slow at wide steps.
+            ("python", "benchmarks/bench_speculate.py", "--timed", "0"),
         ),
         group="",
         alone=True,
