@@ -159,6 +159,13 @@ def and_has_its_first_id(scheduler: Scheduler) -> None:
     scheduler.step_done(0.02)
 
 
+def beside_an_answer_and_behind_a_slow_disk(scheduler: Scheduler) -> None:
+    """The answer waited while the caches of the prompt were read."""
+    add_answer(scheduler)
+    scheduler.add(1, 8000, "", 0.0)
+    scheduler.begin(1, 5000, cached=3000, seconds=0.2)
+
+
 def the_debt_is_paid(scheduler: Scheduler) -> None:
     beside_an_answer_and_behind_a_chunk(scheduler)
     owed = 0.192 * DECODE_SHARE / (1 - DECODE_SHARE)
@@ -346,6 +353,7 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (and_has_its_first_id, 0.0, Chunk(1, CUT)),
     (beside_an_answer, 0.0, Chunk(1, CUT)),
     (beside_an_answer_and_behind_a_chunk, 0.0, ScheduledStep()),
+    (beside_an_answer_and_behind_a_slow_disk, 0.0, ScheduledStep()),
     (the_debt_is_paid, 0.0, Chunk(1, CUT)),
     (a_step_took_longer_than_was_owed, 0.0, Chunk(1, CUT)),
     (steps_of_an_answer_alone_are_no_credit, 0.0, ScheduledStep()),

@@ -482,18 +482,30 @@ BEHIND = "<|channel|>final<|message|>Enough.<|return|>"
 
 
 class EndlessThinker(FakeEngine):
-    """Thinks forever, unless its prompt ends with a second ``<|start|>assistant``."""
+    """Thinks until its prompt ends with ``stops_after``."""
+
+    stops_after, answer = "<|end|><|start|>assistant", BEHIND
 
     def output_ids(self, prompt: Any) -> tuple[int, ...]:
-        opened = ids_of("<|end|><|start|>assistant")
+        opened = ids_of(self.stops_after)
         continued = tuple(prompt[-len(opened) :]) == opened and len(self.prompts) > 1
-        return ids_of(BEHIND if continued else THINKING)
+        return ids_of(self.answer if continued else THINKING)
 
 
+class StubbornThinker(EndlessThinker):
+    """Begins another analysis wherever it may."""
+
+    stops_after, answer = (
+        "<|end|><|start|>assistant<|channel|>final",
+        "<|message|>Enough.<|return|>",
+    )
+
+
+@pytest.mark.parametrize("thinker", [EndlessThinker, StubbornThinker])
 @pytest.mark.parametrize("kind", KINDS)
-def test_reasoning_ends_at_its_budget(kind: str) -> None:
+def test_reasoning_ends_at_its_budget(kind: str, thinker: type[EndlessThinker]) -> None:
     with ExitStack() as stack:
-        engine = EndlessThinker(kind, {})
+        engine = thinker(kind, {})
         url = stack.enter_context(run_server(engine.app))
         host = CountingGateway("", (engine, url))
         base = stack.enter_context(run_server(application(host)))
@@ -501,8 +513,9 @@ def test_reasoning_ends_at_its_budget(kind: str) -> None:
         answer = httpx.post(base + CHAT, json=request, timeout=180).json()
     assert answer["choices"][0]["message"]["content"] == "Enough."
     assert 10 <= answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 50
-    first, second = engine.prompts
-    assert second[: len(first)] == first
+    first, *continued = engine.prompts
+    assert len(continued) == [EndlessThinker, StubbornThinker].index(thinker) + 1
+    assert all(prompt[: len(first)] == first for prompt in continued)
 
 
 ORDER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

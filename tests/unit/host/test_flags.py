@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ from vllm_mlx_harmony.engine.scheduler import BatchLimits
 from vllm_mlx_harmony.host import activation, flags, startup_banner, tools
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools import browser
+from vllm_mlx_harmony.server.tools.config import ToolsConfig
+from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 MB = 1 << 20
 
@@ -253,6 +256,13 @@ def test_mllm_flag_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
 def test_next_command_has_the_address_of_the_server(host: str, port: int, url: str) -> None:
     startup_banner.set_flags(argparse.Namespace(host=host, port=port), ())
     assert dict(startup_banner._common())["next"] == f"vllm-mlx-harmony launch codex{url}"
+
+
+def test_stopped_tools_are_no_longer_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    toolbox = Toolbox.of(ToolsConfig(), ServerSettings())
+    monkeypatch.setattr(tools, "running", toolbox)
+    asyncio.run(tools.Tools(toolbox).stop())
+    assert tools.running is None
 
 
 def test_startup_log_has_web_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -980,6 +980,7 @@ PAGES: list[tuple[dict[str, str], range, bool]] = [
     ({"order": "asc", "limit": "1", "after": "msg_3"}, range(4, 5), True),
     ({"order": "desc", "limit": "100"}, range(29, -1, -1), False),
     ({"order": "asc", "after": "msg_29"}, range(0), False),
+    ({"order": "asc", "limit": "10", "after": "msg_19"}, range(20, 30), False),
     ({"order": "", "after": "", "limit": ""}, range(29, 9, -1), True),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -456,6 +457,21 @@ def test_full_disk_stores_nothing_but_still_deletes(
     assert store.delete(key_of("a"))
     assert stored_keys(store, "a", "b", "c") == ["b"]
     assert FullDisk.reserve.stat().st_size > 0
+    store.close()
+
+
+def test_reserve_that_the_disk_has_no_room_for_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of it could take the space that a deletion needs."""
+
+    def urandom(size: int) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "urandom", urandom)
+    store = FileStore(tmp_path / "kept.db")
+    store.put(response("a"))
+    assert not (tmp_path / "kept.db.reserve").exists()
     store.close()
 
 

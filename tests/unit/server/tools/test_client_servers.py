@@ -617,6 +617,24 @@ def test_compressed_bodies_are_rejected(
     assert closed
 
 
+def test_size_of_all_responses_together_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(self: Any, request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(200, stream=httpx2.ByteStream(b"four"))
+
+    monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", connect)
+    monkeypatch.setattr(guarded_http, "MAX_TOTAL_BYTES", 10)
+
+    async def body() -> None:
+        url = httpx2.URL("http://127.0.0.1/mcp")
+        async with guarded_http.client(url, [], private=True) as http:
+            for _ in range(2):
+                assert (await http.get(url)).text == "four"
+            with pytest.raises(httpx2.ReadError, match="total size"):
+                await http.get(url)
+
+    asyncio.run(body())
+
+
 def test_connection_goes_to_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name is resolved once: later answers of the DNS have no effect."""
     resolved: list[str] = []
