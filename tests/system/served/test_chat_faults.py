@@ -353,6 +353,7 @@ def test_errors_of_host_routes_have_host_shape(guarded_server: Server) -> None:
 # --- A real architecture with random weights.
 
 
+@pytest.mark.nightly
 def test_any_output_is_a_valid_answer(tiny_server: Server) -> None:
     """Random weights generate random ids, which cause no errors and show no control tokens."""
     with tiny_server.client() as client:

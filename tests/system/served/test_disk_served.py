@@ -313,6 +313,7 @@ def test_server_survives_kill_while_writing_and_delete_empties_disk(
     server.stop()
 
 
+@pytest.mark.nightly
 @pytest.mark.of_vllm_mlx
 def test_loops_continue_after_model_was_unloaded(start: Start, model: Path, tmp_path: Path) -> None:
     place = tmp_path / "cache"

@@ -112,7 +112,7 @@ def by_messages(server: Server) -> tuple[str, Any]:
     return "".join(block.text for block in message.content if block.type == "text"), None
 
 
-@pytest.mark.nightly(sample=3)
+@pytest.mark.nightly
 @pytest.mark.parametrize("send", [by_chat, by_responses, by_messages])
 def test_copied_answer_takes_few_steps(
     server: Server, send: Callable[..., tuple[str, Any]]
@@ -129,6 +129,7 @@ def test_copied_answer_takes_few_steps(
         assert details.rejected_prediction_tokens > 0  # at the edits
 
 
+@pytest.mark.nightly
 def test_call_header_takes_few_steps(server: Server) -> None:
     """Its tokens are forced, not copied, and are not counted as accepted predictions."""
     before = status(server)
@@ -167,6 +168,7 @@ def stream_slowly(server: Server, name: str) -> Any:
     return client.chat.completions.create(model=str(server.model), messages=messages, stream=True)
 
 
+@pytest.mark.nightly
 def test_disconnect_ends_drafted_answer(server: Server) -> None:
     before = status(server)
     stream = stream_slowly(server, "until I go")

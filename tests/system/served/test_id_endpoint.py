@@ -65,6 +65,7 @@ def base(start: Start, standin_dir: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.nightly
 def test_strict_call_is_generated_and_answered(base: str) -> None:
     with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
         instructions = "Answer as scripted. " * 60
@@ -93,6 +94,7 @@ def test_strict_call_is_generated_and_answered(base: str) -> None:
         assert before - 64 <= cached <= before, (before, second.usage)
 
 
+@pytest.mark.nightly
 def test_client_disconnect_frees_the_engine(base: str) -> None:
     body = {
         "model": "gpt-oss-20b",

@@ -83,6 +83,7 @@ def test_python_function_is_called_as_tool(client: ollama.Client, model: str) ->
     assert "".join(line.content or "" for line in lines) == "It is 18 °C."
 
 
+@pytest.mark.nightly
 def test_empty_lines_are_sent_during_silence(client: ollama.Client, model: str) -> None:
     """The server sends a line after a second of silence."""
     lines = [*client.generate(model, "Slowly.", stream=True)]

@@ -333,6 +333,7 @@ def test_slow_readers_miss_nothing(server: Server, model: str) -> None:
         assert deltas == text_of(check(events)) == WORDS
 
 
+@pytest.mark.nightly
 def test_store_survives_kill_and_rate_limit_is_enforced(
     start: Start, standin_dir: Path, tmp_path: Path
 ) -> None:

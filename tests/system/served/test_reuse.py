@@ -195,6 +195,7 @@ def test_emptied_caches_are_empty(server: Server, client: OpenAI, path: str) -> 
     assert cached_tokens(complete(client, messages)) == 0
 
 
+@pytest.mark.nightly
 def test_real_architecture_answers_the_same_without_cache(
     start: Start, tiny_server: Server, tiny_dir: Path
 ) -> None:
@@ -243,6 +244,7 @@ def _status(server: Server) -> str:
     return httpx.get(f"{server.base_url}/v1/status", timeout=30).text.replace(" ", "")
 
 
+@pytest.mark.nightly
 def test_warm_prompts_serve_every_key(start: Start, tmp_path: Path) -> None:
     """A system prompt in the operator's file is computed before the first request."""
     path = tmp_path / "warm.json"

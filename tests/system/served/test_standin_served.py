@@ -84,11 +84,13 @@ def complete(client: httpx.Client, prompt: str, **fields: Any) -> dict[str, Any]
     return dict(response.json())
 
 
+@pytest.mark.nightly(sample=2)  # the second engine
 def test_host_uses_directory_as_model_name(client: httpx.Client, standin_dir: Path) -> None:
     models = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in models] == [str(standin_dir)]
 
 
+@pytest.mark.nightly(sample=4)  # the second engine
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_scripted_text_is_generated(client: httpx.Client, temperature: float) -> None:
     response = chat(client, user("Count."), temperature=temperature)
@@ -96,6 +98,7 @@ def test_scripted_text_is_generated(client: httpx.Client, temperature: float) ->
     assert response.json()["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.nightly(sample=2)  # the second engine
 def test_completion_is_generated_token_by_token(client: httpx.Client) -> None:
     prompt = "<|start|>user<|message|>Count.<|end|><|start|>assistant"
     whole = complete(client, prompt)
@@ -105,19 +108,23 @@ def test_completion_is_generated_token_by_token(client: httpx.Client) -> None:
     assert cut["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.nightly(sample=2)  # the second engine
 def test_split_character_is_sent_whole(client: httpx.Client) -> None:
     assert content(chat(client, user("Halves."))) == "🦭"
 
 
+@pytest.mark.nightly(sample=2)  # the second engine
 def test_prompt_longer_than_window_and_prefill_step_is_answered(client: httpx.Client) -> None:
     padding = "A sentence that has no script at all. " * 700
     assert content(chat(client, user(padding + "Count."))) == NUMBERS
 
 
+@pytest.mark.nightly(sample=2)  # the second engine
 def test_unscripted_prompt_gets_an_explanation(client: httpx.Client) -> None:
     assert "stand-in, not gpt-oss" in content(chat(client, user("What is love?")))
 
 
+@pytest.mark.nightly(sample=2)  # the second engine
 def test_streamed_tokens_arrive_one_by_one(client: httpx.Client) -> None:
     model = client.get("/v1/models").json()["data"][0]["id"]
     body = {"model": model, "messages": [user("Slowly.")], "max_tokens": 100, "stream": True}
@@ -127,6 +134,7 @@ def test_streamed_tokens_arrive_one_by_one(client: httpx.Client) -> None:
     assert times[-1] - times[0] > 0.4
 
 
+@pytest.mark.nightly(sample=2)  # the second engine
 def test_second_turn_reuses_the_cached_prefix(bare_host: Server, spelling: str) -> None:
     system = {"role": "system", "content": "Answer as scripted. " * 300}
     before = len(bare_host.log)
@@ -140,6 +148,7 @@ def test_second_turn_reuses_the_cached_prefix(bare_host: Server, spelling: str) 
         assert ["HIT" in line for line in fetches] == [False, True]
 
 
+@pytest.mark.nightly(sample=2)  # the second engine
 def test_scripts_of_a_running_server_can_change(client: httpx.Client, standin_dir: Path) -> None:
     assert content(chat(client, user("First."))) == "The first answer."
     standin.rescript(standin_dir, [Script("First.", answer("Another.")), *SCRIPTS])
@@ -149,6 +158,7 @@ def test_scripts_of_a_running_server_can_change(client: httpx.Client, standin_di
         standin.rescript(standin_dir, SCRIPTS)
 
 
+@pytest.mark.nightly(sample=2)  # the second engine
 def test_server_survives_a_scripted_failure(bare_host: Server) -> None:
     with bare_host.client() as client:
         response = chat(client, user("Break."))
@@ -158,6 +168,7 @@ def test_server_survives_a_scripted_failure(bare_host: Server) -> None:
     assert "script says: fail here" in bare_host.log
 
 
+@pytest.mark.nightly(sample=2)  # the second engine
 def test_concurrent_requests_get_their_own_answers(bare_host: Server, spelling: str) -> None:
     if spelling == "simple":
         assert_one_at_a_time(bare_host)

@@ -260,7 +260,7 @@ def check(
         assert accepted(schema, respelled(other, chance)) == fits, (schema, other)
 
 
-@pytest.mark.nightly(sample=7)
+@pytest.mark.nightly(sample=14)
 @pytest.mark.once
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("name", SHAPES)

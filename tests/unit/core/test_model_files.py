@@ -53,6 +53,7 @@ def test_harmony_tokenizer_is_recognized(tokenizer: Any, expected: bool) -> None
     assert is_harmony(tokenizer) is expected
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["", *CONTROL])
 def test_list_of_tokens_is_enough(name: str) -> None:

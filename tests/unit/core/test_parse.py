@@ -83,7 +83,7 @@ def test_chunking_does_not_change_deltas(
         assert deltas_of(parser_of(row), chunks, cut=row.cut) == whole
 
 
-@pytest.mark.nightly(sample=12)
+@pytest.mark.nightly(sample=24)
 @pytest.mark.once
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("position", POSITIONS)

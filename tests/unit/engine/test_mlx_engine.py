@@ -107,7 +107,7 @@ def test_concurrent_answers_equal_separate_ones(tiny_engine: MlxEngine, run: Run
     assert run(together()) == expected
 
 
-@pytest.mark.nightly(sample=4)
+@pytest.mark.nightly
 @pytest.mark.parametrize("chunk", [1, 7, 64, 200])
 def test_chunk_size_does_not_change_answers(tiny: Path, run: Run, chunk: int) -> None:
     engine = open_engine(tiny, limits=BatchLimits(chunk=chunk))
@@ -1367,6 +1367,7 @@ def test_memory_stays_within_limit_after_every_step(tiny: Path, run: Run, tree: 
         engine.close()
 
 
+@pytest.mark.nightly
 def test_prompts_are_stored_in_remaining_memory(tiny: Path, run: Run) -> None:
     """There is room for two: the least recently used is evicted."""
     engine = open_engine(tiny, cache=reusing(), speculate="off")

@@ -240,6 +240,7 @@ def test_expected_headers_do_not_change_answers(changed: dict[str, Any]) -> None
     assert copied >= 5 and steps < ids - copied
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("held", [False, True], ids=["free", "held"])
 @pytest.mark.parametrize("changed", SETTINGS[:2], ids=str)
 def test_origin_of_each_id_is_reported(changed: dict[str, Any], held: bool) -> None:

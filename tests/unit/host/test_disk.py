@@ -76,6 +76,7 @@ def test_unusable_directory_disables_only_the_disk(
     assert "cannot be used" in caplog.text
 
 
+@pytest.mark.nightly
 def test_without_a_disk_no_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,6 +103,7 @@ def test_growing_metrics_are_counters(tmp_path: Path, monkeypatch: pytest.Monkey
     disk.close(1.0)
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("changed", [False, True])
 def test_disk_identifies_a_model_by_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool

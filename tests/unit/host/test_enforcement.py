@@ -472,7 +472,7 @@ def check_verbosely(job: Job, output: Output) -> None:
         raise AssertionError(f"{job}: {vocab.encoding().decode(output.ids)}") from error
 
 
-@pytest.mark.nightly(sample=2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", PARTS)
 def test_drawn_output_conforms(tiny: Any, run: Run, part: int) -> None:
     jobs = [Job(kind, seed) for seed, kind in product(range(part, SEEDS, len(PARTS)), KINDS)]

@@ -81,6 +81,7 @@ PAIRS: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
+@pytest.mark.nightly(sample=5)
 @pytest.mark.parametrize(("headers", "admitted"), PAIRS)
 @pytest.mark.parametrize("path", PATHS)
 def test_one_right_key_is_enough(path: str, headers: dict[str, Any], admitted: bool) -> None:

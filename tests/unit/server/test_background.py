@@ -171,6 +171,7 @@ def test_response_is_followed_from_any_event(
     run(test())
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("variable", ["", "1", "0"])
 def test_readers_are_pinged_during_silence(
     front_end: FrontEnd,

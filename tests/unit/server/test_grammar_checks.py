@@ -180,6 +180,7 @@ def test_request_that_times_out_moves_no_other() -> None:
     assert order == ["a", "b"]
 
 
+@pytest.mark.nightly
 def test_slow_check_does_not_delay_other_tenants(pool: WorkerPool) -> None:
     stop = threading.Event()
 

@@ -31,7 +31,7 @@ def client() -> Iterator[TestClient]:
     assert host.leases == 0
 
 
-@pytest.mark.nightly(sample=4)
+@pytest.mark.nightly(sample=12)
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_dangerous_schema_is_rejected(client: TestClient, api: str, name: str) -> None:

@@ -85,6 +85,7 @@ def front() -> Iterator[Front]:
 every_row: Callable[..., Any] = pytest.mark.parametrize("row", GENERATED, ids=lambda row: row.id)
 
 
+@pytest.mark.nightly(sample=3)
 @every_row
 def test_chat_answers_match_row(front: Front, row: Row) -> None:
     async def test() -> None:
@@ -104,6 +105,7 @@ def test_chat_answers_match_row(front: Front, row: Row) -> None:
     front.run(test())
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("row", [row for row in GENERATED if not row.stop], ids=lambda row: row.id)
 def test_responses_match_row(front: Front, row: Row) -> None:
     """Every event of the streams is checked on the wire."""
@@ -121,6 +123,7 @@ def test_responses_match_row(front: Front, row: Row) -> None:
     front.run(test())
 
 
+@pytest.mark.nightly(sample=3)
 @every_row
 def test_messages_match_row(front: Front, row: Row) -> None:
     """One of the streams is checked on the wire."""
@@ -141,6 +144,7 @@ def test_messages_match_row(front: Front, row: Row) -> None:
     front.run(test())
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize(
     "row", [row for row in GENERATED if not row.one_call], ids=lambda row: row.id
 )

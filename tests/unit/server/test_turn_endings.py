@@ -440,6 +440,7 @@ async def receive() -> dict[str, Any]:
     return {"type": "http.disconnect"}
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("sent", [0, 1, 2])
 def test_stream_of_failing_reader_releases_the_engine(sent: int) -> None:
     """At once, without the garbage collector."""
