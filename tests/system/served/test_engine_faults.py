@@ -204,6 +204,7 @@ def test_requests_during_unloading_are_answered(unloading_server: Server) -> Non
             assert client.get("/health").status_code == 200
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.of_vllm_mlx
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_answer_longer_than_idle_time_keeps_model_loaded(

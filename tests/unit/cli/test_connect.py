@@ -256,6 +256,7 @@ print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("key", [None, KEY], ids=["no key", "a key"])
 @pytest.mark.parametrize("agent", SCRIPTED)
 def test_script_starts_the_agent_as_launch_does(

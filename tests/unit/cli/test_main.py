@@ -95,6 +95,7 @@ ODD: dict[str, tuple[str, int, str]] = {
 """What is typed in a shell, the exit code, and what is on standard error."""
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has such a device")
 @pytest.mark.parametrize(("typed", "code", "expected"), ODD.values(), ids=ODD)
 def test_odd_streams_cause_no_traceback(

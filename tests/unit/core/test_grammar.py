@@ -195,6 +195,7 @@ OUTPUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("row", OUTPUTS, ids=lambda row: row.id)
 def test_output_is_accepted_under_its_choices(row: Row) -> None:
     ids = ids_of(row.output)

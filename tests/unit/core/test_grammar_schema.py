@@ -475,6 +475,7 @@ ENDLESS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("case", ENDLESS)
 def test_adversarial_schema_is_read_in_bounded_time(case: str) -> None:
     """Schemas are read in the server's process, which a slow ``re`` pattern would block."""

@@ -134,6 +134,7 @@ def test_file_is_rebuilt_in_cache_and_reused(cache: Path, official: bytes) -> No
     assert file.stat().st_mtime_ns == before
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("damage", [b"", b"junk\n", None], ids=["empty", "junk", "one line short"])
 def test_damaged_cached_file_is_rebuilt(cache: Path, official: bytes, damage: bytes | None) -> None:
     file = cache / CACHED

@@ -95,6 +95,7 @@ def files(disk: DiskCache) -> list[Path]:
 # --- Writing and reading
 
 
+@pytest.mark.nightly
 def test_written_pieces_are_read_by_another_process(open_disk: Open, pieces: list[Piece]) -> None:
     write(open_disk(), pieces)
     again = open_disk()

@@ -93,6 +93,7 @@ def test_answer_equals_mlx_lm(tiny_engine: MlxEngine, run: Run, length: int) -> 
     assert all(step.finish is None for step in generated[:-1])
 
 
+@pytest.mark.nightly
 def test_concurrent_answers_equal_separate_ones(tiny_engine: MlxEngine, run: Run) -> None:
     prompts = [words(seed, length) for seed, length in enumerate(LENGTHS * 2)]
     expected = [of_mlx_lm(tiny_engine, prompt) for prompt in prompts]
@@ -722,6 +723,7 @@ def test_batch_limits_are_kept(tiny: Path, run: Run, limits: BatchLimits) -> Non
 # --- Memory.
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_request_waits_until_memory_is_free(tiny: Path, run: Run) -> None:
     engine = open_engine(tiny)
@@ -1175,6 +1177,7 @@ def test_reused_layers_equal_computed_ones(tiny: Path, run: Run) -> None:
         engine.close()
 
 
+@pytest.mark.nightly
 def test_rows_of_batch_are_reused(tiny: Path, run: Run) -> None:
     engine = open_engine(tiny, cache=reusing())
     prompts = [words(seed, 100 + 40 * seed) for seed in range(4)]

@@ -216,7 +216,7 @@ def test_drafts_do_not_change_answers(changed: dict[str, Any], held: bool) -> No
     assert ids > 1.1 * steps
 
 
-@pytest.mark.nightly(sample=3)
+@pytest.mark.nightly(sample=6)
 @pytest.mark.parametrize("changed", SETTINGS, ids=str)
 def test_expected_headers_do_not_change_answers(changed: dict[str, Any]) -> None:
     guesses = ([19, 20, 3, 4], [19, 20, 21], [19, 63], [62], [9, 9])

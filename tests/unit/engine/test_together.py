@@ -162,6 +162,7 @@ def test_prompts_join_running_answers(engine: MlxEngine, run: Run) -> None:
     assert [rows for rows, _ in model.together] == [3, 2]
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("when", ["its pass", "its answer"])
 def test_cancelled_row_does_not_affect_others(engine: MlxEngine, run: Run, when: str) -> None:
     prompts = [words(seed, 60 + seed) for seed in range(4)]
@@ -235,6 +236,7 @@ def test_prompts_begin_as_memory_allows(tiny: Path, run: Run) -> None:
         engine.close()
 
 
+@pytest.mark.nightly
 def test_prompts_begin_up_to_limit(tiny: Path, run: Run) -> None:
     engine = open_engine(tiny, limits=BatchLimits(prompts=3, chunk=200))
     try:

@@ -155,6 +155,7 @@ def ask(base: str, path: str = CHAT, key: str = "key-of-alice", **fields: Any) -
     return httpx.post(base + path, json=body, headers=header, timeout=180)
 
 
+@pytest.mark.nightly(sample=5)
 @pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize(
     ("limits", "served_first", "problem"),

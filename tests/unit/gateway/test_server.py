@@ -324,6 +324,7 @@ def test_unrecognized_server_is_rejected() -> None:
 # --- Counting
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_tokens_are_counted_wherever_engines_report_them(kind: str) -> None:
     """llama.cpp and vllm-mlx report them after the last id."""
@@ -338,6 +339,7 @@ def test_cached_tokens_are_counted_wherever_engines_report_them(kind: str) -> No
         assert engine.aborted == 0
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_engine_is_stopped_after_a_stop_string(kind: str) -> None:
     """It knows no stop strings: it would go on to its own end, and the answer would wait for it."""
@@ -501,6 +503,7 @@ class StubbornThinker(EndlessThinker):
     )
 
 
+@pytest.mark.nightly(sample=5)
 @pytest.mark.parametrize("thinker", [EndlessThinker, StubbornThinker])
 @pytest.mark.parametrize("kind", KINDS)
 def test_reasoning_ends_at_its_budget(kind: str, thinker: type[EndlessThinker]) -> None:

@@ -79,6 +79,7 @@ GPT_OSS_20B = {
 """24,576 bytes of keys and values for each token, and 3 MiB of windows."""
 
 
+@pytest.mark.nightly(sample=5)
 @pytest.mark.parametrize(
     ("config", "memory", "ok", "expected"),
     [

@@ -240,6 +240,7 @@ def without_terminator(ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(ids[:-1] if terminated else ids)
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("client", [*CLIENTS, FreeformChatClient])
 @pytest.mark.parametrize("row", CALLS, ids=lambda row: row.id)
 def test_loop_continues_after_generated_ids(client: type[Client], row: Row) -> None:
@@ -252,6 +253,7 @@ def test_loop_continues_after_generated_ids(client: type[Client], row: Row) -> N
 NO_REASONING = [row for row in SHOWN if all(part[0] != "reasoning" for part in row.expected)]
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("row", NO_REASONING, ids=lambda row: row.id)
 def test_complete_history_is_replayed(client: type[Client], row: Row) -> None:

@@ -563,6 +563,7 @@ UNAVAILABLE: dict[str, tuple[dict[str, Any], str, str | None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("tool", "name", "item"), UNAVAILABLE.values(), ids=UNAVAILABLE)
 def test_every_unavailable_tool_is_named(
