@@ -246,7 +246,6 @@ def test_missing_endpoint_names_vllm_mlx(client: openai.OpenAI) -> None:
         client.embeddings.create(model=MODEL, input="Hello")
 
 
-@pytest.mark.nightly
 def test_prompts_on_disk_survive_a_restart(start: Start, model: Path, tmp_path: Path) -> None:
     system = {"role": "developer", "content": "Be brief. " * 100}
     request: Any = {"model": MODEL, "messages": [system, {"role": "user", "content": "Hello"}]}

@@ -288,6 +288,7 @@ def test_log_stats_and_metrics_report_disk_cache(loops: AgentLoops) -> None:
     assert modes == {0o600, 0o700}
 
 
+@pytest.mark.nightly
 def test_server_survives_kill_while_writing_and_delete_empties_disk(
     loops: AgentLoops, model: Path
 ) -> None:

@@ -1343,7 +1343,7 @@ def test_requests_of_two_event_loops_reuse_disk(
 # --- The memory of stored prompts.
 
 
-@pytest.mark.nightly(sample=3)
+@pytest.mark.nightly
 @pytest.mark.parametrize("tree", [0, 200_000, 1 << 30])
 def test_memory_stays_within_limit_after_every_step(tiny: Path, run: Run, tree: int) -> None:
     """With prompts that just fit, whatever the size of the prefix cache; answers are the same."""

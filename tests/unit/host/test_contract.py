@@ -185,6 +185,7 @@ CLOSED = [
 ]
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("arguments", CLOSED, ids=" ".join)
 def test_without_the_flag_nothing_is_patched(
     served: ServeCommand, table: object, arguments: tuple[str, ...]
@@ -206,6 +207,7 @@ OPEN = [
 ]
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("arguments", OPEN, ids=" ".join)
 def test_flag_alone_activates(
     served: ServeCommand,

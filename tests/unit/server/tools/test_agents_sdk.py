@@ -17,7 +17,7 @@ from loops import run
 from scripted_host import MODEL
 from tool_loop import LAST, client, host_with_tools
 
-pytestmark = pytest.mark.usefixtures("no_grammars")
+pytestmark = [pytest.mark.usefixtures("no_grammars"), pytest.mark.nightly]
 
 MCP_TOOL: dict[str, Any] = {"type": "mcp", "server_label": "weather"}
 

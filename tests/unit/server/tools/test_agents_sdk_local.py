@@ -14,7 +14,7 @@ from loops import run
 from scripted_host import MODEL, ScriptedEngine, SingleEngineHost
 from tool_loop import client
 
-pytestmark = pytest.mark.usefixtures("no_grammars")
+pytestmark = [pytest.mark.usefixtures("no_grammars"), pytest.mark.nightly]
 
 ran: list[object] = []
 
