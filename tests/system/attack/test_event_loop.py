@@ -9,7 +9,7 @@ printed.
 
 Every input has the same effect each time. But a processor that is shared with other machines may
 slow down by half within minutes, which its clock does not show. So after too long a wait the input
-is sent again, and one of three waits must be short enough.
+is sent again, and one of six waits must be short enough.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LIMIT_MS = 50.0 if sys.platform == "linux" else 400.0
 ADDITIONS = 500_000
 """About 25 ms on the slow processors of an otherwise idle virtual machine."""
 
-ATTEMPTS = 3
+ATTEMPTS = 6
 
 WEBSOCKET = "websocket"
 ENDPOINTS = (*inputs.PATHS, WEBSOCKET)
