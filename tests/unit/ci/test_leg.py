@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import py_compile
+import re
 import shutil
 import subprocess
 import sys
@@ -434,6 +435,18 @@ def test_every_folder_of_the_gate_has_its_nightly_rows_in_a_leg() -> None:
     left_out = folders(leg.chosen(["gate"]), "not nightly")
     nightly = folders(leg.chosen(["nightly"]), "nightly and not served")
     assert left_out and left_out <= nightly
+
+
+def test_pages_has_every_module_that_reads_the_documentation() -> None:
+    """Of those that run in its environment: not those of the engine, the host and the stand-in."""
+    folders = ("cli", "core", "gateway", "protocols", "server", "verify")
+    reading = {
+        str(path.relative_to(REPOSITORY))
+        for folder in folders
+        for path in (REPOSITORY / "tests" / "unit" / folder).glob("**/test_*.py")
+        if re.search(r'/ "(docs|README\.md)"', path.read_text("utf-8"))
+    }
+    assert reading == set(legs.DOCUMENTATION_TESTS)
 
 
 def test_gate_runs_without_arguments() -> None:

@@ -84,6 +84,11 @@ async def start_in(background: BackgroundResponses, job: Job) -> BackgroundRespo
     return await background.start(job, emitter, begin)
 
 
+async def start_background(front_end: FrontEnd) -> BackgroundResponse:
+    """A background response that nobody else knows."""
+    return await start_in(BackgroundResponses(), job(storing_emitter(front_end, background=True)))
+
+
 @pytest.fixture
 def generate_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Replaces what a turn generates."""
@@ -131,9 +136,7 @@ def test_replays_do_not_block_the_event_loop(
     generate_with(no_turn)
 
     async def test() -> None:
-        running = await start_in(
-            BackgroundResponses(), job(storing_emitter(front_end, background=True))
-        )
+        running = await start_background(front_end)
         running.events += [Event(str(number)) for number in range(500)] + [DONE]
         reads = 0
         longest = 0
@@ -161,9 +164,7 @@ def test_response_is_followed_from_any_event(
     generate_with(slowly)
 
     async def test() -> None:
-        running = await start_in(
-            BackgroundResponses(), job(storing_emitter(front_end, background=True))
-        )
+        running = await start_background(front_end)
         live = await collect_events(running, start)
         assert check(running.events)["status"] == "completed"
         assert live == await collect_events(running, start) == running.events[start:]
@@ -249,9 +250,7 @@ def test_queued_response_streams_its_events(
     generate_with(no_turn)
 
     async def test() -> None:
-        running = await start_in(
-            BackgroundResponses(), job(storing_emitter(front_end, background=True))
-        )
+        running = await start_background(front_end)
         events = running.follow()
         names = [(await anext(events)).name for _ in range(2)]
         assert names == ["response.created", "response.queued"]
@@ -362,9 +361,7 @@ def test_completed_response_cannot_be_cancelled(
     generate_with(slowly)
 
     async def test() -> None:
-        running = await start_in(
-            BackgroundResponses(), job(storing_emitter(front_end, background=True))
-        )
+        running = await start_background(front_end)
         await collect_events(running)
         await running.cancel()
         assert running.document["status"] == "completed"

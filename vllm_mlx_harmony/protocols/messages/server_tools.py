@@ -101,7 +101,7 @@ def unavailable_tools(
     ``available`` are the namespaces that the server could run, and ``namespaces`` those that it
     runs for this request.
     """
-    names_run = {namespace.name for namespace in namespaces}
+    enabled = {namespace.name for namespace in namespaces}
     names: dict[str, None] = {}
     for tool in body.tools or ():
         on_client = isinstance(tool, (ClientTool, PredefinedTool))
@@ -109,7 +109,7 @@ def unavailable_tools(
             continue
         name = unavailable_name(tool)
         similar = _LIKE[name][0].partition(".")[0] if name in _LIKE else ""
-        if not (available if isinstance(tool, Toolset) else similar in names_run):
+        if not (available if isinstance(tool, Toolset) else similar in enabled):
             names[name] = None
     if not available:  # otherwise, unknown servers are errors
         names.update((server.name, None) for server in body.mcp_servers or ())
