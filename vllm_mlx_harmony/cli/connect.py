@@ -138,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def look(url: str, model: str | None, key: str | None, context: int | None) -> Target:
-    """The server at ``url`` and its model; queried only for what is not options.
+    """The server at ``url`` and its model; queried only for what is not passed.
 
     The key is used if the server requires one. Raises ``UsageError``: ``Refused`` if there is a
     server that does not list its models.
