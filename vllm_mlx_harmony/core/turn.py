@@ -300,7 +300,7 @@ class FormatUpdate:
 Message: TypeAlias = (
     Instructions
     | User
-    | Summary  # stored responses are read by the names of this union
+    | Summary
     | Reasoning
     | Preamble
     | Answer
@@ -312,6 +312,8 @@ Message: TypeAlias = (
     | EffortUpdate
     | FormatUpdate
 )
+"""Responses are stored with the names of these classes and of their fields (`server.storage`): a
+renamed one makes them unreadable."""
 
 
 def latest_tools(tools: tuple[Tool, ...], messages: Iterable[Message]) -> tuple[Tool, ...]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -34,6 +34,9 @@ from vllm_mlx_harmony.core.turn import (
     Reasoning,
     ResponseFormat,
     Result,
+    ServerCall,
+    ServerResult,
+    Summary,
     Syntax,
     Tool,
     User,
@@ -107,13 +110,15 @@ def test_long_response_comes_back(open_store: Open) -> None:
     assert store.get(key_of("a")) == long
 
 
-def test_declarations_come_back(open_store: Open) -> None:
+def test_every_kind_of_message_comes_back(open_store: Open) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, None, 2.5]}}}
     lark = Syntax("lark", 'start: "a"')
     find = Tool("crm__find", "Finds.", schema, "input[0]", True, origin=("find", "crm"))
     patch = Tool("patch", syntax=lark)
     messages = (
-        User("Hi"),
+        Summary("They met."),
+        ServerCall("call_1", "python", "1"),
+        ServerResult("call_1", "python", "1"),
         AdditionalTools((find, patch)),
         EffortUpdate(Effort.HIGH),
         EffortUpdate(Effort.LOW, thinking=False),
@@ -126,11 +131,21 @@ def test_declarations_come_back(open_store: Open) -> None:
     stored = store.get(key_of("a"))
     assert stored is not None
     assert stored.messages == messages
-    assert stored.messages[1].tools[0].origin == ("find", "crm")  # type: ignore[union-attr]
+    assert {type(message) for message in MESSAGES + messages} == {*get_args(Message)}
+    assert stored.messages[3].tools[0].origin == ("find", "crm")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
-    "text", ['["Unknown", "a"]', '["User"]', '["User", "a", "b", "c", "d"]', "nonsense"]
+    "text",
+    [
+        '{"kind": "Unknown", "text": "a"}',
+        '{"kind": "User"}',
+        '{"kind": "User", "text": "a", "more": "b"}',
+        '{"kind": "User", "text": {}}',
+        '{"text": "a"}',
+        '["User", "a"]',
+        "nonsense",
+    ],
 )
 def test_what_another_version_wrote_is_absent(
     open_store: Open, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -18,12 +18,12 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import cache
 from json import loads
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, get_args
@@ -71,9 +71,9 @@ class StoredResponse:
         return ResourceKey(self.id, self.tenant)
 
     def text(self) -> str:
-        """The response as JSON."""
+        """The response as JSON in ASCII."""
         messages = (
-            [type(message).__name__, *asdict(message).values()] for message in self.messages
+            {"kind": type(message).__name__, **asdict(message)} for message in self.messages
         )
         # Encoded one by one, so that other threads run in between: 20,000 items take 100 ms.
         lists = (
@@ -87,18 +87,11 @@ class StoredResponse:
         """The inverse of ``text``; ``None``, with a warning, for what another version wrote."""
         try:
             response_id, document, input_items, written, tenant = parse_written(text)
-            messages: list[Message] = []
-            for name, *values in written:
-                kind = _MESSAGES[name]
-                if name in _NESTED:
-                    members = dict(zip((field.name for field in fields(kind)), values, strict=True))
-                    messages.append(TypeAdapter(kind).validate_python(members))
-                else:
-                    messages.append(kind(*values))
+            messages = tuple(_message(**fields) for fields in written)
         except (ValueError, TypeError, KeyError) as error:
             logger.warning("a stored response cannot be read: %s", type(error).__name__)
             return None
-        return cls(response_id, document, input_items, tuple(messages), tenant)
+        return cls(response_id, document, input_items, messages, tenant)
 
 
 def parse_written(text: str) -> Any:
@@ -109,10 +102,17 @@ def parse_written(text: str) -> Any:
         return loads(text)
 
 
-_MESSAGES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
-_NESTED = frozenset({"AdditionalTools", "EffortUpdate", "FormatUpdate"})
-"""Messages that contain other dataclasses."""
+
+def _message(kind: str, **fields: Any) -> Message:
+    _KINDS[kind](**fields)  # raises TypeError for fields of another version, which pydantic ignores
+    return _adapter(kind).validate_python(fields)
+
+
+@cache
+def _adapter(kind: str) -> TypeAdapter[Message]:
+    return TypeAdapter(_KINDS[kind])
 
 
 class Store(Protocol):
@@ -140,10 +140,9 @@ class MemoryStore:
 
     def put(self, stored: StoredResponse) -> bool:
         text = stored.text()
-        size = sys.getsizeof(text)  # a character takes up to four bytes
-        if size > self._max_bytes:
+        if len(text) > self._max_bytes:
             return False
-        self._texts.put(stored.key, text, size)
+        self._texts.put(stored.key, text, len(text))
         return True
 
     def get(self, key: ResourceKey) -> StoredResponse | None:
