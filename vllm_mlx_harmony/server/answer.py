@@ -19,16 +19,17 @@ still do depends on the **state** of the answer. As in h11
 transitions are a table, `TRANSITIONS`. They are here and nowhere else; what a transition does is
 code in ``Answer``:
 
-    WAITING ─BEGIN─▶ GENERATING ─LAST_DELTA─▶ FINISHING ─LEAVE─▶ FINISHED ─WRITTEN─▶ COMPLETE
-                         └─LEAVE─▶ STOPPING ─FAIL─▶ FAILING ─WRITTEN─▶ COMPLETE
+    WAITING ─BEGIN─▶ GENERATING ─LAST_DELTA─▶ FINISHING ─WRITTEN─▶ FINISHED ─RELEASED─▶ COMPLETE
+                         └───────LEAVE──────────┴─▶ STOPPING ─FAIL─▶ FAILING ─WRITTEN─▶ COMPLETE
 
 - ``end`` is a ``FAIL`` that comes from outside, also in ``WAITING`` and ``GENERATING``. ``aclose``
   is ``CLOSE``, which leads to ``COMPLETE`` from every state. In both cases the task may still be
   generating. It then stops, frees the engine, and writes nothing more.
 - They cancel the task in ``GENERATING`` and ``FINISHING`` only. A task that is cancelled before it
   has begun would never clean up. Later it frees the engine, which must not be interrupted.
-- ``FINISHED`` and ``STOPPING`` differ in what may follow. After the last delta no failure is
-  written, so ``end`` has no effect from ``FINISHING`` on.
+- ``FINISHED`` and ``STOPPING`` differ in what may follow. After the last events no failure is
+  written. If they could not be written, the failure to do so is: every answer has an end. ``end``
+  has no effect in ``FINISHING`` and ``FINISHED``.
 
 A failure before the first event is raised where the reader waits for that event, so that it becomes
 an HTTP status. A later failure is an event in the API's format. Whether the client knows of the
@@ -39,10 +40,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_mlx_harmony import tasks
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usage
@@ -72,7 +73,7 @@ class State(Enum):
     FINISHED = "finished"
     """The last events are written, and the engine is being freed."""
     STOPPING = "stopping"
-    """The generation has ended without a last delta, and the engine is being freed."""
+    """The generation has ended without last events, and the engine is being freed."""
     FAILING = "failing"
     """A failure is being written."""
     COMPLETE = "complete"
@@ -91,7 +92,9 @@ class Trigger(Enum):
     FAIL = "fail"
     """A failure is to be written last."""
     WRITTEN = "written"
-    """Everything is written."""
+    """The last events are written."""
+    RELEASED = "released"
+    """The engine is free, and nothing more is to be written."""
     CLOSE = "close"
     """The reader has gone."""
 
@@ -109,16 +112,18 @@ TRANSITIONS: dict[State, dict[Trigger, State]] = {
         Trigger.CLOSE: State.COMPLETE,
     },
     State.FINISHING: {
-        Trigger.LEAVE: State.FINISHED,
+        Trigger.WRITTEN: State.FINISHED,
+        Trigger.LEAVE: State.STOPPING,
         Trigger.CLOSE: State.COMPLETE,
     },
     State.FINISHED: {
-        Trigger.WRITTEN: State.COMPLETE,
+        Trigger.LEAVE: State.FINISHED,
+        Trigger.RELEASED: State.COMPLETE,
         Trigger.CLOSE: State.COMPLETE,
     },
     State.STOPPING: {
         Trigger.FAIL: State.FAILING,
-        Trigger.WRITTEN: State.COMPLETE,
+        Trigger.RELEASED: State.COMPLETE,
         Trigger.CLOSE: State.COMPLETE,
     },
     State.FAILING: {
@@ -138,6 +143,15 @@ _TAKING = (State.GENERATING, State.FINISHING)
 """The states in which the task takes deltas from the generation."""
 _LEFT = (State.STOPPING, State.FINISHED)
 """The states in which the task has left the generation, and writes the end itself."""
+
+
+class Sink(Protocol):
+    """Gets the events of an answer in place of its buffer."""
+
+    def append(self, events: list[Event]) -> None: ...
+
+    def end(self) -> None:
+        """Nothing follows, even if there were no last events. Not called after ``aclose``."""
 
 
 def after(state: State, trigger: Trigger) -> State:
@@ -171,7 +185,7 @@ class Answer:
         observers: Sequence[Observer] = (),
         *,
         announced: bool = False,
-        sink: Callable[[list[Event]], None] | None = None,
+        sink: Sink | None = None,
         deltas: Deltas | None = None,
     ) -> None:
         self._lease, self._emitter = job.lease, job.emitter
@@ -349,6 +363,7 @@ class Answer:
             self._move(Trigger.LAST_DELTA)
             self._finish_metrics("success", last)
             self._put(await self._last_events(last))
+            self._move(Trigger.WRITTEN)
             return
         if self._is_remote:
             await self._buffer.room()
@@ -387,10 +402,12 @@ class Answer:
             self._move(Trigger.FAIL)
             await self._write_failure(failure)
             return
-        # Nothing is written after the last delta, but a reader of the document gets the failure.
+        # Nothing is written after the last events, but a reader of the document gets the failure.
         if not self._announced:
             self._failure = failure
-        self._complete()
+        elif failure is not None:
+            logger.error("an engine failed after an answer", exc_info=failure)
+        self._complete(Trigger.RELEASED)
         self._finish_metrics("success")
 
     async def _write_failure(self, failure: Exception) -> None:
@@ -407,11 +424,14 @@ class Answer:
         except Exception:
             logger.exception("failed to write the end of an answer")
         finally:
-            self._complete()
+            self._complete(Trigger.WRITTEN)
 
-    def _complete(self) -> None:
-        self._move(Trigger.WRITTEN)
+    def _complete(self, trigger: Trigger) -> None:
+        closed = self._state is State.COMPLETE
+        self._move(trigger)
         self._buffer.close()
+        if self._sink is not None and not closed:
+            self._sink.end()
 
     def _put(self, events: list[Event]) -> None:
         if self._state is State.COMPLETE:
@@ -419,7 +439,7 @@ class Answer:
         for observer in self._observers:
             observer.events(events)
         if self._sink is not None:
-            self._sink(events)
+            self._sink.append(events)
         elif self._buffered:
             self._announced = True
             self._buffer.put(events)

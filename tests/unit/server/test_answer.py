@@ -24,14 +24,14 @@ from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline
 
 TABLE = """
-            begin       last_delta  leave     fail     written   close
-waiting     generating  -           -         failing  -         complete
-generating  -           finishing   stopping  failing  -         complete
-finishing   -           -           finished  -        -         complete
-finished    -           -           -         -        complete  complete
-stopping    -           -           -         failing  complete  complete
-failing     -           -           failing   -        complete  complete
-complete    -           -           complete  -        complete  complete
+            begin       last_delta  leave     fail     written   released  close
+waiting     generating  -           -         failing  -         -         complete
+generating  -           finishing   stopping  failing  -         -         complete
+finishing   -           -           stopping  -        finished  -         complete
+finished    -           -           finished  -        -         complete  complete
+stopping    -           -           -         failing  -         complete  complete
+failing     -           -           failing   -        complete  -         complete
+complete    -           -           complete  -        complete  -         complete
 """
 TRIGGERS, *ROWS = [line.split() for line in TABLE.strip().splitlines()]
 PAIRS = [
@@ -60,6 +60,19 @@ def test_transitions_match_table(state: State, trigger: Trigger, following: str)
 # --- An answer is paused in each of its states; then it is ended, or its reader leaves.
 
 
+async def release_nothing() -> None:
+    """There is no engine."""
+
+
+def lease(release: Callable[[], Awaitable[None]] = release_nothing) -> Any:
+    return SimpleNamespace(
+        engine=SimpleNamespace(remote=False),
+        deadline=Deadline(300, time.monotonic() + 300),
+        tenant="somebody",
+        release=release,
+    )
+
+
 class Held:
     """An answer that pauses in one state: while generating, in its last events or on release."""
 
@@ -70,14 +83,8 @@ class Held:
         self.interrupted = False
         self.results: list[str] = []
         self.last: list[str] = []
-        lease: Any = SimpleNamespace(
-            engine=SimpleNamespace(remote=False),
-            deadline=Deadline(300, time.monotonic() + 300),
-            tenant="somebody",
-            release=self._release,
-        )
         tracker: Any = SimpleNamespace(finish=lambda result, _: self.results.append(result))
-        job = Job(lease, None, None, self, stream=True, id_seed="s")  # type: ignore[arg-type]
+        job = Job(lease(self._release), None, None, self, stream=True, id_seed="s")  # type: ignore[arg-type]
         job = replace(job, write_last=self._write_last)
         self.answer = Answer(job, tracker, Answers(), announced=True, deltas=self._deltas())
 
@@ -180,5 +187,52 @@ def test_action_in_each_state_has_expected_result(
         assert held.answer._state is State.COMPLETE and held.released
         assert (held.results, held.last, held.interrupted) == ([result], last, interrupted)
         assert (read[-1:] == ["last"]) == (action is not closed)
+
+    run(test())
+
+
+# --- The last events cannot be written
+
+
+class FailingEmitter:
+    """An emitter that fails at the last delta."""
+
+    def feed(self, delta: Delta) -> list[Event]:
+        if isinstance(delta, Finished):
+            raise ArithmeticError
+        return [Event(type(delta).__name__)]
+
+    def keep_alive(self) -> Event:
+        raise AssertionError("nobody waits that long")
+
+    def result(self) -> dict[str, Any]:
+        raise AssertionError("the answer has failed")
+
+
+async def start_failing(*, stream: bool) -> Answer:
+    job = Job(lease(), None, None, FailingEmitter(), stream, id_seed="s")  # type: ignore[arg-type]
+    tracker: Any = SimpleNamespace(finish=lambda result, _: None)
+    return Answer(job, tracker, Answers(), deltas=finishing())
+
+
+async def finishing() -> AsyncGenerator[list[Delta], None]:
+    yield [Started(3)]
+    yield [Finished("stop", None, Usage(3))]
+
+
+def test_stream_without_last_events_ends_with_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        answer = await start_failing(stream=True)
+        assert [event.data async for event in answer] == ["Started", "Failed"]
+
+    run(test())
+    assert "ArithmeticError" in caplog.text
+
+
+def test_document_without_last_events_raises_failure() -> None:
+    async def test() -> None:
+        answer = await start_failing(stream=False)
+        with pytest.raises(ArithmeticError):
+            await answer.document()
 
     run(test())

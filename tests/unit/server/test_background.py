@@ -32,7 +32,7 @@ from stored_responses import (
     storing_emitter,
 )
 
-from vllm_mlx_harmony.core.deltas import Delta
+from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.turn import Answer, Defaults, ResponseInfo, User
 from vllm_mlx_harmony.protocols.events import DONE, Event
@@ -278,6 +278,49 @@ def test_response_cancelled_during_release_stays_completed(
         may_release.set()
         while not background_job.lease.released:
             await asyncio.sleep(0)
+
+    run(test())
+
+
+@pytest.mark.parametrize("failing", [(Finished,), (Finished, Failed)])
+def test_response_without_last_events_has_failed(
+    front_end: FrontEnd,
+    generate_with: Callable[[Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+    failing: tuple[type[Delta], ...],
+) -> None:
+    generate_with(at_once)
+
+    async def test() -> None:
+        emitter = storing_emitter(front_end, background=True)
+        feed = emitter._emitter.feed
+
+        def fail(delta: Delta) -> list[Event]:
+            if isinstance(delta, failing):
+                raise ArithmeticError
+            return feed(delta)
+
+        monkeypatch.setattr(emitter._emitter, "feed", fail)
+        running = await start_in(BackgroundResponses(), job(emitter))
+        events = await asyncio.wait_for(collect_events(running), 10)
+        assert (events[-2].name, events[-1]) == ("response.failed", DONE)
+        assert running.document["status"] == "failed"
+
+    run(test())
+
+
+def test_response_whose_cancellation_fails_has_failed(
+    front_end: FrontEnd, generate_with: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate_with(endlessly)
+
+    async def test() -> None:
+        emitter = storing_emitter(front_end, background=True)
+        monkeypatch.setattr(emitter._emitter, "cancel", lambda: 1 / 0)
+        running = await start_in(BackgroundResponses(), job(emitter))
+        with pytest.raises(ZeroDivisionError):
+            await running.cancel()
+        assert running.document["status"] == "failed"
 
     run(test())
 

@@ -41,9 +41,11 @@ def is_running(document: Mapping[str, object]) -> bool:
     return document.get("status") in ("queued", "in_progress")
 
 
-def lost(document: Mapping[str, object]) -> Document:
-    """A response that will not be continued, because its server has stopped."""
-    problem = "the server that was generating this response has stopped"
+def lost(
+    document: Mapping[str, object],
+    problem: str = "the server that was generating this response has stopped",
+) -> Document:
+    """A response that will not be continued, because of ``problem``."""
     error = {"code": "server_error", "message": problem}
     return {**document, "status": "failed", "error": error}
 

@@ -60,9 +60,9 @@ class BackgroundResponse:
         self._more = asyncio.Event()
         # ``None`` when the response has ended, so that only its events stay in memory.
         self._generating: tuple[Answer, StoringEmitter] | None = None
-        self._append(emitter.create())
+        self.append(emitter.create())
         self._pings_after = job.server_settings.ping_seconds
-        answer = start_answer(job, announced=True, sink=self._append)
+        answer = start_answer(job, announced=True, sink=self)
         self._generating = answer, emitter
 
     @property
@@ -111,10 +111,13 @@ class BackgroundResponse:
         if self._generating is None:
             return
         answer, emitter = self._generating
-        await answer.aclose()
-        last = await emitter.write_last(None)
-        if not self.done:  # it may have been cancelled twice
-            self._append(last)
+        try:
+            await answer.aclose()
+            last = await emitter.write_last(None)
+            if not self.done:  # it may have been cancelled twice
+                self.append(last)
+        finally:
+            self.end()
 
     async def delete(self) -> None:
         """Ends the response, which is neither stored nor found any more."""
@@ -123,7 +126,14 @@ class BackgroundResponse:
             await self._generating[1].forget()
         await self.cancel()
 
-    def _append(self, events: list[Event]) -> None:
+    def end(self) -> None:
+        """Nothing more is generated. A response without last events has failed."""
+        if not self.done:
+            created = loads(self.events[0].data)["response"]
+            failed = resource.lost(created, "the end of this response could not be written")
+            self.append([resource.failed_event(failed, len(self.events)), DONE])
+
+    def append(self, events: list[Event]) -> None:
         self.events.extend(events)
         self.bytes += sum(len(event.data) for event in events)
         if self.done:
