@@ -1,8 +1,8 @@
-"""For every test: generated examples have no time limit, because these are not timed tests, and
-clients share the certificates they would trust: httpx reads 140 of them for each, in 15 ms of a
-processor, and everything here is plain HTTP.
+"""For every test: generated examples have no time limit, and all HTTP clients share one TLS
+context. httpx would load 140 certificates for each, in 15 ms, and everything here is plain HTTP.
 
-Of a test that is marked `nightly(sample=N)`, every N-th row stays in the gate.
+Of a test that is marked `nightly(sample=N)`, every N-th row stays in the gate. One that is marked
+`needs(...)` is deselected on a machine that does not have it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import itertools
 import ssl
+import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,13 +66,43 @@ def startup_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return file
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Takes the mark from every N-th row."""
+NEEDS = {
+    "linux": "test $(uname) = Linux",
+    "mounts": "unshare --mount mount -t tmpfs none /tmp",
+    "namespaces": "unshare -Urnpf --kill-child true",
+}
+"""For each argument of the mark `needs`, a command that succeeds where a machine has it."""
+
+
+@functools.cache
+def machine_has(need: str) -> bool:
+    command = subprocess.run(NEEDS[need], shell=True, capture_output=True, check=False)
+    return command.returncode == 0
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    keep_samples(items)  # before `-m` looks at the marks
+    yield
+    missing = [
+        item
+        for item in items
+        if not all(machine_has(need) for mark in item.iter_markers("needs") for need in mark.args)
+    ]
+    config.hook.pytest_deselected(items=missing)
+    items[:] = [item for item in items if item not in missing]
+
+
+def keep_samples(items: list[pytest.Item]) -> None:
+    """Takes the mark `nightly(sample=N)` from every N-th row."""
     numbers: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
     for item in items:
         mark = item.get_closest_marker("nightly")
         if mark and "sample" in mark.kwargs:
+            if mark not in item.own_markers:
+                raise pytest.UsageError(f"{item.nodeid}: only a function can be a sample")
             number = next(numbers[item.nodeid.partition("[")[0]])
             if number % mark.kwargs["sample"] == 0:
                 item.own_markers[:] = [other for other in item.own_markers if other is not mark]

@@ -163,7 +163,6 @@ def tool_result_ids(tool: str, result: str) -> tuple[int, ...]:
     return ids_of(f"{header}<|message|>{result}<|end|><|start|>assistant")
 
 
-@pytest.mark.skipif(not hasattr(anthropic, "beta_tool"), reason="the client has no tool loop")
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_tool_runner_finishes_loop(client: Anthropic, model: str, stream: bool) -> None:
     """The runner asks for a thread at first, and continues without one."""

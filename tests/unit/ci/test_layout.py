@@ -169,3 +169,20 @@ def test_table_rows_lose_no_cells(path: Path) -> None:
         cells = len(re.findall(r"(?<!\\)\|", line)) - 1 if line.startswith("|") else 0
         columns = columns if columns and cells else cells
         assert cells == columns, f"{path.name}:{number} has {cells} cells, not {columns}"
+
+
+TEST_MODULES = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+
+
+def test_no_test_is_skipped_by_a_condition() -> None:
+    """A skipped test fails its leg: what depends on the machine is marked `needs(...)`. A module
+    may be skipped as a whole, where packages are missing: its leg has them."""
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        for path in TEST_MODULES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("pytest.skip", "pytest.mark.skip", "pytest.mark.skipif")
+        and "allow_module_level" not in (keyword.arg for keyword in node.keywords)
+    ]
+    assert found == []

@@ -148,7 +148,7 @@ def test_gate_has_every_nth_row(
     )
     for name in "ab":
         rows = [Row(f"test_it.py::test_{name}[{number}]", mark.mark) for number in range(5)]
-        conftest.pytest_collection_modifyitems(rows)
+        conftest.keep_samples(rows)
         gate_rows = [
             number for number, row in enumerate(rows) if not row.get_closest_marker("nightly")
         ]

@@ -212,10 +212,8 @@ def test_request_waits_for_limited_time(pool: WorkerPool, monkeypatch: pytest.Mo
 # --- the process ---
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a niceness of its own on Linux")
-def test_process_is_nice_and_in_its_own_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.needs("linux")  # where a thread has a niceness of its own
+def test_process_is_nice_and_in_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C does not reach it. It stays in the server's session, within which niceness counts."""
     monkeypatch.setattr(grammar_checks, "NICE", 3)
     with closing(WorkerPool()) as pool:

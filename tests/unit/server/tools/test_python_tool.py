@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -120,14 +119,8 @@ def test_server_without_sandbox_does_not_start() -> None:
     assert "runs no code outside of a sandbox" in completed.stderr
 
 
-def _namespaces_work() -> bool:
-    probe = shutil.which("unshare")
-    command = ["unshare", "-Urnpf", "--kill-child", "true"]
-    return bool(probe) and subprocess.run(command, check=False, capture_output=True).returncode == 0
-
-
 @pytest.mark.nightly
-@pytest.mark.skipif(not _namespaces_work(), reason="no namespaces without privileges here")
+@pytest.mark.needs("namespaces")
 def test_sandbox_has_no_network() -> None:
     """Linux namespaces: no network, no outside processes, and all its own end with the sandbox."""
     box = toolbox(interpreter("unshare", "-Urnpf", "--kill-child", *PLAIN))
