@@ -50,6 +50,19 @@ from vllm_mlx_harmony.tasks import wait_until_done
 logger = logging.getLogger("vllm_mlx_harmony")
 
 Deltas: TypeAlias = AsyncGenerator[list[Delta], None]
+"""The deltas of an answer, in groups:
+
+- ``Started`` is the first group, alone.
+- ``Progress`` is alone in its group, and comes before the first id.
+- Each other group is what a step of the engine, or a tool, adds. It may be empty. Even then a step
+  shows that the engine has computed the prompt, and is not silent.
+- ``Finished`` is the last delta of the last group.
+- Of several answers, all deltas are ``ChoiceDelta``s, except ``Progress`` and the last
+  ``Finished``. Of a job with ``append``, a step adds what ``append`` returns. Neither need be a
+  ``Delta``, so the job's emitter has to know them.
+
+An answer that fails has no ``Failed``: the iterator raises the failure.
+"""
 
 
 class Emitter(Protocol):
@@ -173,9 +186,8 @@ async def _turn(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> De
     answers or calls a tool of the client. Every output but the first continues the ids so far. The
     engine is free while a tool runs.
 
-    The first group says that the turn has started, before anything is generated. Closing the
-    iterator cancels the tool, or frees the engine. Raises what the engine raises: ``HostError``
-    and ``OutputError``.
+    Closing the iterator cancels the tool, or frees the engine. Raises what the engine raises:
+    ``HostError`` and ``OutputError``.
     """
     context, tools, state = job.context, job.tools, _TurnState()
     settings, constraint = job.settings, job.constraint
