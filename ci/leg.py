@@ -18,6 +18,11 @@ parallel sessions until they end, and on a fresh machine they would have to be i
 
 from __future__ import annotations
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 — before what an older Python could not import
+    sys.exit("ci/leg.py: error: Python 3.11 or later is needed")
+
 import argparse
 import json
 import os
@@ -25,11 +30,10 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -38,11 +42,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from legs import EVERY_CHANGE, LEGS, Environment, Leg
+from legs import LEGS, TESTED_BY, Environment, Leg
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUILD = REPOSITORY / "build" / "legs"
-OLDEST = (3, 11)
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 REPEATED, TRACEBACK = 10, 30
 """Failures that the summary repeats, and the lines of each."""
@@ -50,24 +53,24 @@ REPEATED, TRACEBACK = 10, 30
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a leg, and why it failed. ``processor`` is the processor time of its commands
-    in seconds, ``failures`` are the failed tests, each with the end of its traceback."""
+    """The result of a leg. ``cpu_seconds`` are those of its commands, ``problem`` is why it did not
+    pass, ``failures`` are the failed tests, each with the end of its traceback."""
 
     leg: str
     result: str
     seconds: float = 0.0
-    processor: float = 0.0
+    cpu_seconds: float = 0.0
     tests: int = 0
-    why: str = ""
+    problem: str = ""
     failures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Ended:
-    """``why`` a command failed, empty if it did not, and its processor time in seconds."""
+class CommandResult:
+    """``problem`` is why a command failed, empty if it did not."""
 
-    why: str
-    processor: float
+    problem: str
+    cpu_seconds: float
 
 
 class LegFailed(Exception):
@@ -84,10 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if parsed.json:
         print(json.dumps(matrix(parsed.json)))
         return 0
-    if sys.version_info < OLDEST:
-        return _complain(f"Python {'.'.join(map(str, OLDEST))} or later is needed")
-    legs = changed(parsed.changed) if parsed.changed else chosen(parsed.legs)
-    find_uv()  # before the legs, which would otherwise install it at the same time
+    legs = legs_for_changes(parsed.changed) if parsed.changed else legs_named(parsed.legs)
+    try:
+        find_uv()  # before the legs, which would otherwise install it at the same time
+    except LegFailed as error:
+        return _complain(str(error))
     environments = Environments(legs, keep=parsed.keep)
     # Measurements run alone, and a single leg has the terminal to itself.
     jobs = 1 if any(leg.alone for leg in legs) else min(parsed.jobs, len(legs))
@@ -124,7 +128,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def chosen(names: Sequence[str]) -> list[Leg]:
+def legs_named(names: Collection[str]) -> list[Leg]:
     """The legs of these names or groups, in the order of the matrix. Exits for any other name."""
     known = dict.fromkeys(name for leg in LEGS for name in (leg.name, leg.group) if name)
     known["all"] = None
@@ -136,34 +140,38 @@ def chosen(names: Sequence[str]) -> list[Leg]:
     return [leg for leg in LEGS if leg.name in names or leg.group in names]
 
 
-def changed(base: str) -> list[Leg]:
+def legs_for_changes(base: str) -> list[Leg]:
     """The legs that test what changed since the commit ``base``, files that git does not know yet
-    included."""
-    git = ("git", "-C", str(REPOSITORY))
-    listed = answers([*git, "diff", "--name-only", base])
-    listed += "\n" + answers([*git, "ls-files", "--others", "--exclude-standard"])
-    return needed([path for path in listed.splitlines() if path])
+    included. Exits if git cannot say."""
+    paths = ""
+    for command in (
+        ("diff", "--name-only", "--no-renames", "-z", base, "--"),
+        ("ls-files", "--others", "--exclude-standard", "-z"),
+    ):
+        try:
+            paths += subprocess.check_output(["git", *command], cwd=REPOSITORY, text=True)
+        except (OSError, subprocess.CalledProcessError):
+            raise SystemExit(_complain(f"git cannot compare the files with {base}")) from None
+    return legs_for_paths(paths.split("\0")[:-1])
 
 
-def needed(paths: Sequence[str]) -> list[Leg]:
-    """The legs that changes of these files need. The whole gate if one of them is in the paths of
-    no leg: nobody knows what depends on it."""
-
-    def needs(path: str, leg: Leg) -> bool:
-        return any(path.startswith(prefix) for prefix in leg.paths if prefix != EVERY_CHANGE)
-
-    if not all(any(needs(path, leg) for leg in LEGS) for path in paths):
-        return chosen(["gate"])
-    return [
-        leg for leg in LEGS if EVERY_CHANGE in leg.paths or any(needs(path, leg) for path in paths)
-    ]
+def legs_for_paths(paths: Sequence[str]) -> list[Leg]:
+    """The legs that test these files, and `lint`. The gate if ``TESTED_BY`` lacks one of them:
+    nobody knows what depends on it."""
+    names = {"lint"}
+    for path in paths:
+        found = [legs for prefix, legs in TESTED_BY.items() if path.startswith(prefix)]
+        if not found:
+            return legs_named(["gate"])
+        names.update(*found)
+    return legs_named(names)
 
 
 def matrix(group: str) -> list[dict[str, Any]]:
     """One job per leg of a group and runner."""
     return [
         {"leg": leg.name, "python": leg.environment.python, "runner": runner}
-        for leg in chosen([group])
+        for leg in legs_named([group])
         for runner in leg.runners
     ]
 
@@ -193,7 +201,7 @@ class Environments:
         check(environment, directory)
         return directory
 
-    def ended(self, environment: Environment) -> None:
+    def release(self, environment: Environment) -> None:
         """A leg no longer needs its environment."""
         with self._locks[environment.name]:
             self._users[environment.name] -= 1
@@ -212,26 +220,27 @@ def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outc
     for report in BUILD.glob(f"{leg.name}-*.xml"):
         report.unlink()
     reports = [BUILD / f"{leg.name}-{number}.xml" for number in range(len(leg.commands))]
-    processor = 0.0
+    cpu_seconds = 0.0
     try:
         if platform.system() not in leg.systems:
             raise CannotRun(f"only on {' and '.join(leg.systems)}")
         environment = environments.prepare(leg.environment)
         steps = zip(leg.commands, reports, strict=True)
-        ended = [execute(environment, *step, dict(leg.variables), prefix) for step in steps]
-        processor = sum(step.processor for step in ended)
-        why = "; ".join(filter(None, (step.why for step in ended)))
-        result = FAILED if why else PASSED
-    except LegFailed as error:
-        result, why = FAILED, str(error)
+        results = [execute(environment, *step, dict(leg.variables), prefix) for step in steps]
+        cpu_seconds = sum(step.cpu_seconds for step in results)
+        problem = "; ".join(filter(None, (step.problem for step in results)))
+        result = FAILED if problem else PASSED
+    except (LegFailed, OSError) as error:  # OSError: a program of a command that is not there
+        result, problem = FAILED, str(error)
     except CannotRun as error:
         result = FAILED if os.environ.get("CI") == "true" else NOT_RUN
-        why = str(error)
-    environments.ended(leg.environment)
+        problem = str(error)
+    finally:
+        environments.release(leg.environment)
     run_tests = [case for report in reports if report.exists() for case in cases(report)]
     failures = tuple(text for case in run_tests for text in failures_of(case))
     seconds = time.monotonic() - began
-    outcome = Outcome(leg.name, result, seconds, processor, len(run_tests), why, failures)
+    outcome = Outcome(leg.name, result, seconds, cpu_seconds, len(run_tests), problem, failures)
     print(f"\n=== {line_of(outcome)}", flush=True)
     return outcome
 
@@ -251,14 +260,8 @@ def install(environment: Environment, directory: Path) -> None:
         "UV_PROJECT_ENVIRONMENT": str(directory),
         "UV_PYTHON": find_python(environment.python),
     }
-    ended = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env={**os.environ, **variables},
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    if ended.returncode:
+    environ = {**os.environ, **variables}
+    if subprocess.call(command, cwd=REPOSITORY, env=environ, stdin=subprocess.DEVNULL):
         raise LegFailed(f"could not be set up: {' '.join(command)}")
     share_bytecode(directory)
 
@@ -297,13 +300,12 @@ def execute(
     report: Path,
     variables: Mapping[str, str] | None = None,
     prefix: str = "",
-) -> Ended:
+) -> CommandResult:
     """Runs a command. A skipped test is a failure."""
     is_pytest = "pytest" in command
     arguments = list(command)
     if is_pytest:
-        cache = BUILD / "cache" / report.stem
-        arguments += [f"--junit-xml={report}", "-o", f"cache_dir={cache}"]
+        arguments += [f"--junit-xml={report}", f"-ocache_dir={BUILD / 'cache' / report.stem}"]
     executable = environment / "bin" / command[0]
     own = {
         "VIRTUAL_ENV": str(environment),
@@ -331,11 +333,12 @@ def execute(
             print(prefix + line, end="", flush=True)
         _, status, usage = os.wait4(running.pid, 0)
         running.returncode = os.waitstatus_to_exitcode(status)
-    processor = usage.ru_utime + usage.ru_stime
+    problem = ""
     if running.returncode != 0:
-        return Ended(f"{' '.join(command)}: exit code {running.returncode}", processor)
-    skips = skipped(report) if is_pytest else []
-    return Ended(f"skipped tests: {'; '.join(skips)}" if skips else "", processor)
+        problem = f"{' '.join(command)}: exit code {running.returncode}"
+    elif is_pytest and (skips := skipped(report)):
+        problem = f"skipped tests: {'; '.join(skips)}"
+    return CommandResult(problem, usage.ru_utime + usage.ru_stime)
 
 
 def cases(report: Path) -> list[ElementTree.Element]:
@@ -367,13 +370,13 @@ def failures_of(case: ElementTree.Element) -> list[str]:
 def find_uv() -> str:
     """A working uv: the one on the path, or one installed below `build`. Raises ``LegFailed``."""
     own = BUILD / "uv" / "bin"
-    if answers(["uv", "--version"]):
+    if output_of(["uv", "--version"]):
         return "uv"
-    if not answers([str(own / "uv"), "--version"]):
+    if not output_of([str(own / "uv"), "--version"]):
         # In an environment of its own: the Python may have no pip, or not be allowed to use it.
-        answers([sys.executable, "-m", "venv", str(own.parent)])
-        answers([str(own / "python"), "-m", "pip", "install", "--quiet", "uv"], seconds=600)
-    if not answers([str(own / "uv"), "--version"]):
+        output_of([sys.executable, "-m", "venv", str(own.parent)])
+        output_of([str(own / "python"), "-m", "pip", "install", "--quiet", "uv"], seconds=600)
+    if not output_of([str(own / "uv"), "--version"]):
         raise LegFailed("uv could not be installed: https://docs.astral.sh/uv")
     return str(own / "uv")
 
@@ -387,27 +390,27 @@ def find_python(version: str) -> str:
     variables = {"PATH": path, "UV_PYTHON_INSTALL_DIR": str(BUILD.parent / "python")}
     find = [find_uv(), "python", "find", "--no-project", "--no-python-downloads", version]
     install = [find_uv(), "python", "install", "--no-bin", version]
-    found = answers(find, variables)
+    found = output_of(find, variables)
     if not found:
-        answers(install, variables, seconds=600)
-        found = answers(find, variables)
+        output_of(install, variables, seconds=600)
+        found = output_of(find, variables)
     if not found:
         raise CannotRun(f"no Python {version} here, and uv could not install it")
     return found
 
 
-def answers(
+def output_of(
     command: Sequence[str], variables: Mapping[str, str] | None = None, *, seconds: float = 60
 ) -> str:
     """The output of a command; empty if it fails, takes too long or does not exist."""
     environment = {**os.environ, **(variables or {})}
     try:
-        ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=seconds, check=True
+        output = subprocess.check_output(
+            command, env=environment, stderr=subprocess.DEVNULL, text=True, timeout=seconds
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return ended.stdout.strip()
+    return output.strip()
 
 
 # --- Output
@@ -416,8 +419,8 @@ def answers(
 def line_of(outcome: Outcome) -> str:
     """One line about a leg: seconds on the clock, and of a processor."""
     tests = f"{outcome.tests} tests" if outcome.tests else ""
-    times = f"{outcome.seconds:6.1f} s {outcome.processor:6.1f} s CPU"
-    return f"{outcome.leg:14} {outcome.result:8} {times}  {tests:10} {outcome.why}"
+    times = f"{outcome.seconds:6.1f} s {outcome.cpu_seconds:6.1f} s CPU"
+    return f"{outcome.leg:14} {outcome.result:8} {times}  {tests:10} {outcome.problem}"
 
 
 def summarise(outcomes: Sequence[Outcome]) -> int:
@@ -437,8 +440,8 @@ def closing_line(outcomes: Sequence[Outcome]) -> str:
     counts = {r: sum(o.result == r for o in outcomes) for r in (PASSED, FAILED, NOT_RUN)}
     results = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
     tests, seconds = sum(o.tests for o in outcomes), sum(o.seconds for o in outcomes)
-    processor = sum(o.processor for o in outcomes)
-    return f"legs: {results}; {tests} tests in {seconds:.0f} s, {processor:.0f} s CPU"
+    cpu_seconds = sum(o.cpu_seconds for o in outcomes)
+    return f"legs: {results}; {tests} tests in {seconds:.0f} s, {cpu_seconds:.0f} s CPU"
 
 
 def _complain(message: str) -> int:

@@ -1,7 +1,6 @@
 """The CI matrix, as data: what each leg is for, what is installed for it, what is run.
 
 Read by `leg.py`, which runs a leg here, and by the GitHub workflow, which runs one per job.
-Python 3.8 can read it, so that `leg.py` can say which Python it wants.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ class Leg:
     ``systems`` are those that it can run on, ``runners`` those that GitHub runs it on;
     ``variables`` are set for its commands. A leg that measures runs ``alone``. ``group`` is another
     name, for all legs of the group: those of `gate` run before a commit, those of `nightly` once a
-    day, and `all` has both, the longest first. ``paths``: a change of a file whose path begins with
-    one of them needs this leg (``leg.py --changed``); a leg with ``EVERY_CHANGE`` is always needed.
+    day, and `all` has both, the longest first.
     """
 
     name: str
@@ -104,21 +102,11 @@ class Leg:
     systems: tuple[str, ...] = ("Linux", "Darwin")
     runners: tuple[str, ...] = ("ubuntu-latest",)
     group: str = "nightly"
-    paths: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
     alone: bool = False
 
 
 BOTH_RUNNERS = ("ubuntu-latest", "macos-14")
-
-
-EVERY_CHANGE = ""
-
-
-def package(*names: str) -> tuple[str, ...]:
-    """Paths of subpackages."""
-    return tuple(f"vllm_mlx_harmony/{name}" for name in names)
-
 
 GATE = ("-m", "not nightly")
 """The gate leaves out what is marked `nightly`: rows that cost much, and prove what the rows that
@@ -133,7 +121,6 @@ CORE_TESTS = ("tests/unit/core", "tests/unit/protocols", "tests/unit/cli")
 TOOL_TESTS = "tests/unit/server/tools"
 SERVER_TESTS = ("tests/unit/server", f"--ignore={TOOL_TESTS}")
 GATEWAY_TESTS = ("tests/unit/gateway", "tests/unit/verify")
-DOCUMENTATION = ("docs/", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md")
 DOCUMENTATION_TESTS = (
     *(f"tests/unit/cli/test_{name}.py" for name in ("connect", "demo", "readme")),
     *("tests/unit/gateway/test_readme.py", "tests/unit/protocols/test_api_page.py"),
@@ -174,7 +161,6 @@ NOT_OF_MLX_LM = tuple(
 )
 """The tests of what does not use mlx-lm. What is on disk is read in `test_prefix_cache.py`, too."""
 
-
 LEGS: tuple[Leg, ...] = (
     # The first four need different environments: none waits for another's. Two of them wait for
     # servers half of the time.
@@ -188,7 +174,6 @@ LEGS: tuple[Leg, ...] = (
         ),
         runners=BOTH_RUNNERS,
         group="gate",
-        paths=(*package("core", "engine", "host", "server", "standin"), "tests/system/served"),
         variables=SERVED_FEW,
     ),
     Leg(
@@ -201,10 +186,6 @@ LEGS: tuple[Leg, ...] = (
         ),
         runners=BOTH_RUNNERS,
         group="gate",
-        paths=(
-            *package("core", "engine", "gateway/local", "server", "standin"),
-            *("tests/system/light", "tests/system/served"),
-        ),
         variables=SERVED_FEW,
     ),
     Leg(
@@ -213,7 +194,6 @@ LEGS: tuple[Leg, ...] = (
         FRONT_END,
         ((*PYTEST, *CORE_TESTS, *GATE_WITHOUT_SERVERS),),
         group="gate",
-        paths=(*package("cli/", "core", "protocols"), *CORE_TESTS),
         variables=FEW,
     ),
     Leg(
@@ -223,10 +203,6 @@ LEGS: tuple[Leg, ...] = (
         ((*PYTEST, "-n", "2", *GATEWAY_TESTS, *GATE),),  # half is waiting
         runners=BOTH_RUNNERS,
         group="gate",
-        paths=(
-            *package("gateway", "verify", "bench"),
-            *("tests/unit/gateway/", "tests/unit/verify", "examples/"),
-        ),
     ),
     Leg(
         "engine",
@@ -236,10 +212,6 @@ LEGS: tuple[Leg, ...] = (
         ((*PYTEST, "tests/unit/engine", *GATE), (*PYTEST, "tests/unit/standin", *GATE)),
         runners=BOTH_RUNNERS,
         group="gate",
-        paths=(
-            *package("engine", "engine_api", "standin"),
-            *("tests/unit/engine", "tests/unit/standin"),
-        ),
     ),
     Leg(
         "commands",
@@ -247,7 +219,6 @@ LEGS: tuple[Leg, ...] = (
         HOSTED,
         ((*PYTEST, "tests/unit/cli", "tests/system/attack", "-m", "served"),),
         runners=BOTH_RUNNERS,
-        paths=(*package("cli/"), "tests/system/attack"),
     ),
     Leg(
         "host",
@@ -256,10 +227,6 @@ LEGS: tuple[Leg, ...] = (
         ((*PYTEST, "tests/unit/host", *GATE),),
         runners=BOTH_RUNNERS,
         group="gate",
-        paths=(
-            *package("core", "engine", "engine_api", "host", "server"),
-            *("tests/unit/host", "docs/architecture.md"),
-        ),
     ),
     Leg(
         "served-whole",
@@ -316,27 +283,18 @@ LEGS: tuple[Leg, ...] = (
         FRONT_END,
         ((*PYTEST, *SERVER_TESTS, *GATE),),
         group="gate",
-        paths=(
-            *package("core", "engine_api", "protocols", "server", "inspector"),
-            "tests/unit/server",
-        ),
     ),
     Leg(
         "several",
         "several servers behind one address, over a real Redis",
         FRONT_ENDS,
         ((*PYTEST, "tests/system/several"),),
-        paths=(
-            *package("server/peers", "gateway/shared_limit"),
-            *("tests/system/several", "docs/gateway.md"),
-        ),
     ),
     Leg(
         "frameworks",
         "structured outputs and forced calls, through frameworks for Python and JavaScript",
         HOSTED,
         ((*PYTEST, "tests/system/frameworks"),),
-        paths=("tests/system/frameworks",),
     ),
     Leg(
         "engine-mlx-lm-0.32",
@@ -350,7 +308,6 @@ LEGS: tuple[Leg, ...] = (
         HOSTED,
         ((*PYTEST, "tests/system/browser"),),
         systems=("Linux",),
-        paths=(*package("inspector"), "tests/system/browser"),
     ),
     Leg(
         "packaging",
@@ -358,7 +315,6 @@ LEGS: tuple[Leg, ...] = (
         HOSTED,
         ((*PYTEST, "tests/system/packaging"),),
         runners=BOTH_RUNNERS,
-        paths=("packaging/", "tests/system/packaging"),
     ),
     Leg(
         "oss-harmony",
@@ -378,14 +334,12 @@ LEGS: tuple[Leg, ...] = (
         FRONT_ENDS,
         ((*PYTEST, TOOL_TESTS, *GATE),),
         group="gate",
-        paths=(*package("server/tools"), "tests/unit/server/tools"),
     ),
     Leg(
         "no-harmony",
         "no openai-harmony: a warning, and the host's own path",
         NO_HARMONY,
         ((*PYTEST, "tests/system/no_harmony"),),
-        paths=("tests/system/no_harmony",),
     ),
     Leg(
         "demo",
@@ -400,7 +354,6 @@ LEGS: tuple[Leg, ...] = (
         NO_CPU,
         ((*PYTEST, "tests/system/no_cpu"),),
         systems=("Linux",),
-        paths=("tests/system/no_cpu",),
     ),
     Leg(
         "lint",
@@ -415,7 +368,6 @@ LEGS: tuple[Leg, ...] = (
             (*PYTEST, CI_TESTS, *GATE),
         ),
         group="gate",
-        paths=(EVERY_CHANGE, *DOCUMENTATION, CI_TESTS, "benchmarks/", "ci/"),
     ),
     Leg(
         "pages",
@@ -423,7 +375,6 @@ LEGS: tuple[Leg, ...] = (
         FRONT_END,
         ((*PYTEST, *DOCUMENTATION_TESTS, *GATE_WITHOUT_SERVERS),),
         group="",
-        paths=DOCUMENTATION,
     ),
     # The others are in no run of several: they take long, or measure.
     Leg(
@@ -543,3 +494,49 @@ LEGS: tuple[Leg, ...] = (
         for environment in (*BELOW_HOST.values(), FORK)
     ),
 )
+
+PACKAGES = {
+    "bench/": ("gateway",),
+    "cli/": ("core", "gateway", "host"),
+    "core/": ("core", "front-end"),
+    "core/grammar/": ("host",),
+    "data/": ("core",),
+    "engine/": ("engine", "host", "light"),
+    "engine_api/": ("engine", "front-end", "gateway"),
+    "gateway/": ("gateway",),
+    "gateway/local.py": ("light",),
+    "gateway/shared_limit.py": ("several",),
+    "host/": ("host", "served"),
+    "inspector/": ("front-end", "gateway", "browser"),
+    "protocols/": ("core", "front-end"),
+    # Not `served`: `light` runs the same tests over sockets, but for what only vllm-mlx has.
+    "server/": ("front-end", "host", "light"),
+    "server/peers/": ("several",),
+    "server/tools/": ("tools",),
+    "standin/": ("engine", "served"),
+    "verify/": ("gateway",),
+}
+"""Where the behaviour of each package is proved, which is not everywhere that it is imported."""
+
+TESTED_BY: dict[str, tuple[str, ...]] = {
+    **{f"vllm_mlx_harmony/{path}": legs for path, legs in PACKAGES.items()},
+    **dict.fromkeys(MARKDOWN, ("pages",)),
+    "docs/architecture.md": ("host",),
+    "docs/gateway.md": ("several",),
+    **dict.fromkeys((".github/", "benchmarks/", "ci/", "tests/unit/ci/"), ("lint",)),
+    **dict.fromkeys(("packaging/", "tests/system/packaging/"), ("packaging",)),
+    **dict.fromkeys(CORE_TESTS, ("core",)),
+    **dict.fromkeys((*GATEWAY_TESTS, "examples/"), ("gateway",)),
+    **dict.fromkeys(("tests/unit/engine/", "tests/unit/standin/"), ("engine",)),
+    "tests/unit/host/": ("host",),
+    "tests/unit/server/": ("front-end",),
+    "tests/unit/server/tools/": ("tools",),
+    "tests/system/attack/": ("commands",),
+    "tests/system/served/": ("light", "served"),
+    **{
+        f"tests/system/{leg.replace('-', '_')}/": (leg,)
+        for leg in ("browser", "frameworks", "light", "no-cpu", "no-harmony", "several")
+    },
+}
+"""The legs that test files whose paths begin with these (``leg.py --changed``), but for `lint`,
+which tests every change. Every entry with which a path begins counts."""

@@ -13,10 +13,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 leg = importlib.import_module("leg")
@@ -71,7 +73,7 @@ def run(entry: Any) -> Any:
 @pytest.mark.nightly(sample=3)
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("what", "why"),
+    ("what", "problem"),
     [
         ("passes", ""),
         ("fails", "exit code 1"),
@@ -81,8 +83,8 @@ def run(entry: Any) -> Any:
         ("has no tests", "exit code 5"),
     ],
 )
-def test_leg_with_skipped_or_missing_tests_fails(
-    build: Path, installed: list[str], what: str, why: str, capsys: pytest.CaptureFixture[str]
+def test_leg_passes_only_if_its_tests_ran(
+    build: Path, installed: list[str], what: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (build / "test_it.py").write_text(TESTS[what])
     (build / "test_beside.py").write_text(TESTS["passes"] if TESTS[what] else "")
@@ -91,12 +93,37 @@ def test_leg_with_skipped_or_missing_tests_fails(
     pytest_command = (*command, "--rootdir", str(build), str(build))
     entry = legs.Leg("x", "a leg", THIS, (pytest_command,), variables=bare)
     outcome = run(entry)
-    assert outcome.result == ("failed" if why else "passed"), outcome
-    assert why in outcome.why
+    assert outcome.result == ("failed" if problem else "passed"), outcome
+    assert problem in outcome.problem
     capsys.readouterr()
     leg.summarise([outcome])
     summary = capsys.readouterr().out
     assert ("x: test_it.test_it\n" in summary and "assert False" in summary) == (what == "fails")
+
+
+def test_program_that_is_not_installed_fails_its_leg_alone(
+    build: Path, installed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = [
+        legs.Leg("x", "a leg", THIS, (("no-such-program",),)),
+        legs.Leg("y", "a leg", THIS, (("python", "-c", ""),)),
+    ]
+    monkeypatch.setattr(leg, "LEGS", both)
+    outcomes: list[Any] = []
+    monkeypatch.setattr(leg, "summarise", outcomes.extend)
+    leg.main(["x", "y"])
+    assert [outcome.result for outcome in outcomes] == ["failed", "passed"]
+    assert "no-such-program" in outcomes[0].problem
+    assert not (leg.BUILD / "this").exists()
+
+
+def test_uv_that_cannot_be_installed_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(leg, "output_of", lambda *arguments, **options: "")
+    leg.find_uv.cache_clear()
+    assert leg.main(["lint"]) == 2
+    assert "uv" in capsys.readouterr().err
 
 
 @pytest.mark.once
@@ -259,12 +286,41 @@ def test_environment_is_installed_from_the_lock(
 def test_lock_matches_the_project() -> None:
     """What pyproject.toml requires is what uv.lock was made for."""
     lock = tomllib.loads((REPOSITORY / "uv.lock").read_text("utf-8"))
-    name = pyproject()["project"]["name"]
-    (locked,) = (package for package in lock["package"] if package["name"] == name)
-    assert set(locked["optional-dependencies"]) == set(
-        pyproject()["project"]["optional-dependencies"]
-    )
-    assert set(locked["dev-dependencies"]) == set(pyproject()["dependency-groups"])
+    project, groups = pyproject()["project"], pyproject()["dependency-groups"]
+    (package,) = (row for row in lock["package"] if row["name"] == project["name"])
+    locked = package["metadata"]
+    extras = project["optional-dependencies"]
+    for extra in ("", *extras):
+        texts = [*project["dependencies"], *extras.get(extra, ())]
+        others = {
+            other
+            for text in texts
+            if text.startswith(project["name"])
+            for other in Requirement(text).extras
+        }
+        texts += [row for other in others for row in extras[other]]
+        own = [text for text in texts if not text.startswith(project["name"])]
+        assert _required(own) == _required(map(_text, locked["requires-dist"]), extra)
+    assert locked["requires-dev"].keys() == groups.keys()
+    for group, texts in groups.items():
+        assert _required(texts) == _required(map(_text, locked["requires-dev"][group]))
+
+
+def _text(locked: dict[str, Any]) -> str:
+    """A requirement in uv.lock, as in pyproject.toml."""
+    extras, marker = ",".join(locked.get("extras", [])), locked.get("marker")
+    text = f"{locked['name']}[{extras}]{locked.get('specifier', '')}"
+    return f"{text}; {marker}" if marker else text
+
+
+def _required(texts: Iterable[str], extra: str = "") -> set[tuple[str, ...]]:
+    """What these requirements are on each platform, with an extra."""
+    return {
+        (platform, row.name, *sorted(row.extras), str(row.specifier))
+        for row in map(Requirement, texts)
+        for platform in ("linux", "darwin", "win32")
+        if not row.marker or row.marker.evaluate({"sys_platform": platform, "extra": extra})
+    }
 
 
 @pytest.mark.parametrize(("ci", "result"), [("", "not run"), ("true", "failed")])
@@ -341,8 +397,8 @@ def test_closing_line_counts_results(
 def test_names_are_unique_and_all_excludes_long_legs() -> None:
     names = [entry.name for entry in legs.LEGS]
     assert len(names) == len(set(names))
-    everything = {entry.name for entry in leg.chosen(["everything"])}
-    pythons = {entry.environment.python for entry in leg.chosen(["everything"])}
+    everything = {entry.name for entry in leg.legs_named(["everything"])}
+    pythons = {entry.environment.python for entry in leg.legs_named(["everything"])}
     assert pythons == {"3.11", "3.12", "3.13", "3.14", "3.15"}
     long = {
         "agents",
@@ -360,14 +416,14 @@ def test_names_are_unique_and_all_excludes_long_legs() -> None:
         "yardstick",
     }
     long |= everything
-    assert {entry.name for entry in leg.chosen(["all"])} == set(names) - long
-    assert sorted(entry.name for entry in leg.chosen(["gate"])) == sorted(GATE)
-    assert [entry.name for entry in leg.chosen(["host", "lint"])] == ["host", "lint"]
+    assert {entry.name for entry in leg.legs_named(["all"])} == set(names) - long
+    assert sorted(entry.name for entry in leg.legs_named(["gate"])) == sorted(GATE)
+    assert [entry.name for entry in leg.legs_named(["host", "lint"])] == ["host", "lint"]
 
 
 def test_unknown_leg_is_an_error() -> None:
     with pytest.raises(SystemExit) as ended:
-        leg.chosen(["no-such-leg"])
+        leg.legs_named(["no-such-leg"])
     assert ended.value.code == 2
 
 
@@ -393,11 +449,16 @@ GATE = ["light", "served", "core", "gateway", "engine", "host", "front-end", "to
         (["docs/architecture.md"], ["host", "lint", "pages"]),
         (["ci/leg.py", "benchmarks/bench.py"], ["lint"]),
         (["vllm_mlx_harmony/protocols/chat/schema.py"], ["core", "front-end", "lint"]),
-        (
-            ["vllm_mlx_harmony/engine/batch.py"],
-            ["light", "served", "engine", "host", "lint"],
-        ),
+        (["vllm_mlx_harmony/engine/batch.py"], ["light", "engine", "host", "lint"]),
         (["vllm_mlx_harmony/gateway/app.py"], ["gateway", "lint"]),
+        (
+            ["vllm_mlx_harmony/inspector/record.py"],
+            ["browser", "front-end", "gateway", "lint"],
+        ),
+        (
+            ["vllm_mlx_harmony/server/tools/toolbox.py"],
+            ["light", "host", "front-end", "tools", "lint"],
+        ),
         (
             ["tests/unit/host/test_vllm_mlx_engine.py", "docs/api.md"],
             ["host", "lint", "pages"],
@@ -409,16 +470,59 @@ GATE = ["light", "served", "core", "gateway", "engine", "host", "front-end", "to
     ],
 )
 def test_changed_files_choose_their_legs(paths: list[str], expected: list[str]) -> None:
-    assert sorted(entry.name for entry in leg.needed(paths)) == sorted(expected)
+    assert sorted(entry.name for entry in leg.legs_for_paths(paths)) == sorted(expected)
+
+
+def test_unknown_base_is_an_error(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        leg.main(["--changed", "no-such-commit"])
+    assert ended.value.code == 2
+    assert "no-such-commit" in capfd.readouterr().err
+    monkeypatch.setenv("PATH", "")  # no git
+    with pytest.raises(SystemExit):
+        leg.main(["--changed"])
+
+
+def test_changes_are_moved_and_new_files_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file that is moved, both places need their legs."""
+
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True)
+
+    old, new, unknown = "tests/unit/host/test_a.py", "tests/unit/core/test_a.py", "docs/ä b.md"
+    for path in (old, new, unknown):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / old).write_text("x = 1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "a")
+    git("mv", old, new)
+    (tmp_path / unknown).touch()
+    monkeypatch.setattr(leg, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(leg, "legs_for_paths", sorted)
+    assert leg.legs_for_changes("HEAD") == sorted([old, new, unknown])
+
+
+def test_every_package_has_its_legs() -> None:
+    package = REPOSITORY / "vllm_mlx_harmony"
+    packages = {f"{path.name}/" for path in package.iterdir() if path.is_dir()}
+    assert packages - {"__pycache__/"} <= legs.PACKAGES.keys()
+    assert [path for path in legs.TESTED_BY if not (REPOSITORY / path).exists()] == []
+    leg.legs_named([name for names in legs.TESTED_BY.values() for name in names])
 
 
 def test_every_file_of_a_test_folder_needs_the_leg_that_runs_it() -> None:
-    for entry in leg.chosen(["gate"]):
+    for entry in leg.legs_named(["gate"]):
         folders = {
             part for command in entry.commands for part in command if part.startswith("tests/")
         }
         for folder in folders:
-            assert entry in leg.needed([f"{folder}/test_x.py"]), folder
+            assert entry in leg.legs_for_paths([f"{folder}/test_x.py"]), folder
 
 
 def test_every_folder_of_the_gate_has_its_nightly_rows_in_a_leg() -> None:
@@ -432,8 +536,8 @@ def test_every_folder_of_the_gate_has_its_nightly_rows_in_a_leg() -> None:
             if part.startswith("tests/unit/")
         }
 
-    left_out = folders(leg.chosen(["gate"]), "not nightly")
-    nightly = folders(leg.chosen(["nightly"]), "nightly and not served")
+    left_out = folders(leg.legs_named(["gate"]), "not nightly")
+    nightly = folders(leg.legs_named(["nightly"]), "nightly and not served")
     assert left_out and left_out <= nightly
 
 
@@ -450,7 +554,7 @@ def test_pages_has_every_module_that_reads_the_documentation() -> None:
 
 
 def test_gate_runs_without_arguments() -> None:
-    assert leg.chosen(leg._arguments([]).legs) == leg.chosen(["gate"])
+    assert leg.legs_named(leg._arguments([]).legs) == leg.legs_named(["gate"])
 
 
 def pyproject() -> dict[str, Any]:
@@ -476,14 +580,16 @@ def test_paths_of_legs_exist() -> None:
     assert sorted(path for path in paths if not (REPOSITORY / path).exists()) == []
 
 
-def test_script_is_parsed_by_old_pythons() -> None:
-    """Any `python3` may read it: its message about the version must not need a newer one."""
-    for name in ("leg.py", "legs.py"):
-        ast.parse((REPOSITORY / "ci" / name).read_text("utf-8"), feature_version=(3, 8))
-    result = subprocess.run(
-        [sys.executable, str(REPOSITORY / "ci" / "leg.py"), "no-such-leg"],
-        capture_output=True,
-        text=True,
-        check=False,
+def test_old_python_is_told_which_one_is_needed() -> None:
+    """Any `python3` may run it: its message must not need what only a newer one has."""
+    script = REPOSITORY / "ci" / "leg.py"
+    ast.parse(script.read_text("utf-8"), feature_version=(3, 8))
+    code = (
+        "import sys; sys.version_info = (3, 8); sys.modules['argparse'] = None;"
+        f"exec(compile(open({str(script)!r}).read(), 'leg.py', 'exec'))"
     )
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert "Python 3.11" in result.stderr

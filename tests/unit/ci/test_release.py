@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import importlib.util
+import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -63,6 +66,15 @@ def test_relative_links_become_absolute(hook: Any, text: str, expected: str) -> 
 def release(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(REPOSITORY / "ci"))
     return importlib.import_module("release")
+
+
+@pytest.mark.parametrize("page", [".github/workflows/publish.yml", "CONTRIBUTING.md"])
+def test_every_distribution_is_published(release: Any, page: str) -> None:
+    (pattern,) = re.findall(r"uv publish dist/([^\s`]+)", (REPOSITORY / page).read_text("utf-8"))
+    for directory in (".", release.PLUGIN, release.VERIFY):
+        project = tomllib.loads((REPOSITORY / directory / "pyproject.toml").read_text("utf-8"))
+        name = project["project"]["name"].replace("-", "_")
+        assert fnmatch.fnmatch(f"{name}-1.0-py3-none-any.whl", pattern)
 
 
 @pytest.mark.parametrize(
