@@ -15,7 +15,6 @@ from starlette.applications import Starlette
 from starlette.requests import HTTPConnection
 
 from vllm_mlx_harmony.core.replay import Replay
-from vllm_mlx_harmony.server.answers import Answers
 from vllm_mlx_harmony.server.encryption import ServerCipher, key_of_secret, own_key
 from vllm_mlx_harmony.server.host import Host
 from vllm_mlx_harmony.server.model_names import ModelNames
@@ -56,8 +55,8 @@ class FrontEnd:
         self.sharing = sharing
         self.enforcement = Enforcement.of(self.settings)
         self.observer_factories = [*observer_factories]
-        self.answers = Answers()
-        self.responses = Responses(sharing, self.answers)
+        self.answers = sharing.answers
+        self.responses = Responses(sharing, self.settings)
         self._key: bytes | None = None
         self._reading_key = threading.Lock()
 

@@ -152,7 +152,7 @@ class LeasedRequest(Generic[ApiT_co]):
         """
         front_end = self.front_end
         observers: tuple[Observer, ...] = ()
-        front_end.sharing.answer_begins(front_end.answers)
+        front_end.sharing.answer_begins()
         if front_end.observer_factories:
             request = self.http_request
             observed = ObservedRequest(

@@ -262,12 +262,12 @@ def test_events_are_stored_once_when_reply_is_lost(server: RedisServer, lost: st
             raise PeersError("timed out")
 
     directory = Directory(Connection(server.url))
-    heartbeat = Heartbeat(Lossy(Connection(server.url)))
+    heartbeat = Heartbeat(Lossy(Connection(server.url)), Answers())
     heartbeat._sent = dict.fromkeys(responses, 0)
     with pytest.raises(PeersError):
-        asyncio.run(heartbeat._beat(Answers(), []))
+        asyncio.run(heartbeat._beat([]))
     heartbeat._directory = directory
-    asyncio.run(heartbeat._beat(Answers(), []))
+    asyncio.run(heartbeat._beat([]))
     for response, name in zip(responses, names, strict=True):
         assert directory.events(name, 0) == response.events
         assert directory.runs(name) == (not response.done)
@@ -295,12 +295,12 @@ def test_follower_at_another_server_gets_heartbeats(
     monkeypatch.setattr(peers_answers, "EXPIRY_SECONDS", 3600)  # however slow the machine is
     sharing = RedisSharing(connection)
     sharing.store = stored
-    responses = Responses(sharing, Answers())
+    responses = Responses(sharing, ServerSettings(ping_seconds=seconds))
     stored.put(replace(KEPT, document={**KEPT.document, "status": "in_progress"}))
 
     async def follow_response() -> list[Event]:
         directory.beat([], {name: {0: created}})
-        stream = await responses.follow(replace(KEPT, id=name.id), 0, seconds)
+        stream = await responses.follow(replace(KEPT, id=name.id), 0)
         events = [await anext(stream)]
         next_event = asyncio.ensure_future(anext(stream))
         for _ in range(8):
@@ -340,7 +340,7 @@ def test_follower_gets_the_end_without_the_last_events(
     created = Event('{"sequence_number":0}', "response.created")
     sharing = RedisSharing(connection)
     sharing.store = stored
-    responses = Responses(sharing, Answers())
+    responses = Responses(sharing, ServerSettings())
     directory.beat([], {name: {0: created}})
     directory.ended(name)
     if status:
@@ -348,7 +348,7 @@ def test_follower_gets_the_end_without_the_last_events(
         stored.put(replace(KEPT, id=name.id, document=document))
 
     async def follow_response() -> list[Event]:
-        stream = await responses.follow(replace(KEPT, id=name.id), 0, 5)
+        stream = await responses.follow(replace(KEPT, id=name.id), 0)
         return [event async for event in stream]
 
     events = asyncio.run(follow_response())

@@ -31,13 +31,13 @@ def test_answer_between_heartbeats_can_be_cancelled(
         def ended(self, name: Any) -> None:
             assert name == ANSWER
 
-    class ObservedRequest(Answers):
+    class ObservedAnswers(Answers):
         @property
         def running(self) -> list[AnswerKey]:
             nonlocal beats
             beats += 1
             if beats == 2 and when == "during a heartbeat":
-                heartbeat.answer_begins(self)
+                heartbeat.answer_begins()
             return [] if beats < 3 else [ANSWER] if not cancelled else []
 
         def cancel(self, key: AnswerKey) -> bool:
@@ -45,18 +45,18 @@ def test_answer_between_heartbeats_can_be_cancelled(
             return True
 
     directory: Any = Directory()
-    heartbeat, observed = Heartbeat(directory), ObservedRequest()
+    heartbeat = Heartbeat(directory, ObservedAnswers())
 
     class Loop(asyncio.SelectorEventLoop):
         """Begins the answer while a thread sends the heartbeat."""
 
         def run_in_executor(self, *arguments: Any) -> Any:  # type: ignore[override]
             if beats == 2 and when == "after a heartbeat":
-                heartbeat.answer_begins(observed)
+                heartbeat.answer_begins()
             return super().run_in_executor(*arguments)
 
     async def test() -> None:
-        heartbeat.answer_begins(observed)
+        heartbeat.answer_begins()
         assert heartbeat._task is not None
         await asyncio.wait_for(heartbeat._task, 60)
 

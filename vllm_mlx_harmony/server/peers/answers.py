@@ -133,37 +133,37 @@ class Directory:
 
 
 def _redis_key(kind: str, key: AnswerKey | ResourceKey) -> str:
+    """Different for all keys: the id of a resource has a prefix, the seed of an answer has none."""
     name, tenant = key
     return key_of(kind, tenant, name)
 
 
 class Heartbeat:
-    """The heartbeat task of this server; runs while there are answers."""
+    """The heartbeat task of this server; runs while there are ``answers``."""
 
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
+    def __init__(self, directory: Directory, answers: Answers) -> None:
+        self._directory, self._answers = directory, answers
         self._sent: dict[BackgroundResponse, int] = {}  # the number of events in Redis
         self._executing: dict[AnswerKey | ResourceKey, asyncio.Future[None]] = {}
         self._task: asyncio.Future[None] | None = None
         self._idle = 0  # heartbeats without an answer, since the last one began
 
-    def background_begins(self, answers: Answers, response: BackgroundResponse) -> None:
-        """``response`` begins, and its answer is one of ``answers``."""
+    def background_begins(self, response: BackgroundResponse) -> None:
+        """``response`` begins, and its answer is one of the answers."""
         self._sent[response] = 0
-        self.answer_begins(answers)
+        self.answer_begins()
 
-    def answer_begins(self, answers: Answers) -> None:
-        """One of ``answers`` begins."""
+    def answer_begins(self) -> None:
         self._idle = 0  # the task may be about to end
         if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._run(answers))
+            self._task = asyncio.ensure_future(self._run())
 
-    async def _run(self, answers: Answers) -> None:
+    async def _run(self) -> None:
         while self._idle < 2:  # noqa: PLR2004 - an answer that is about to run is found by the next
-            running = answers.running
+            running = self._answers.running
             self._idle = 0 if running or self._sent else self._idle + 1
             try:
-                await self._beat(answers, running)
+                await self._beat(running)
             except PeersError:  # the last events of an ended response can then be read only here
                 for ended in [response for response in self._sent if response.done]:
                     del self._sent[ended]
@@ -171,7 +171,7 @@ class Heartbeat:
                 logger.exception("the heartbeat to the other servers failed")
             await asyncio.sleep(REPORT_SECONDS)
 
-    async def _beat(self, answers: Answers, running: Sequence[AnswerKey]) -> None:
+    async def _beat(self, running: Sequence[AnswerKey]) -> None:
         background = {response.key: response for response in self._sent}
         new = {
             response.key: response.numbered_events(sent) for response, sent in self._sent.items()
@@ -179,7 +179,7 @@ class Heartbeat:
         commands = await asyncio.to_thread(self._directory.beat, running, new)
         for key, command in commands.items():
             if key not in self._executing:
-                work = self._execute(key, command, answers, background)
+                work = self._execute(key, command, background)
                 self._executing[key] = asyncio.ensure_future(work)
         for key, response in background.items():
             self._sent[response] += len(new[key])
@@ -194,13 +194,12 @@ class Heartbeat:
         self,
         key: AnswerKey | ResourceKey,
         command: Command,
-        answers: Answers,
         background: Mapping[ResourceKey, BackgroundResponse],
     ) -> None:
         """Carries out ``command``. For a background response the next heartbeat removes it."""
         try:
             if isinstance(key, AnswerKey):
-                answers.cancel(key)
+                self._answers.cancel(key)
                 await asyncio.to_thread(self._directory.ended, key)
             elif command is Command.CANCEL:
                 await background[key].cancel()

@@ -34,10 +34,11 @@ class RedisSharing:
         self.encryption_key: bytes | None = connection.encryption_key
         self.archive: Archive | None = SharedTurns(connection)
         self._directory = Directory(connection)
-        self._heartbeat = Heartbeat(self._directory)
+        self.answers = Answers()
+        self._heartbeat = Heartbeat(self._directory, self.answers)
 
-    def answer_begins(self, answers: Answers) -> None:
-        self._heartbeat.answer_begins(answers)
+    def answer_begins(self) -> None:
+        self._heartbeat.answer_begins()
 
     async def cancel(self, key: AnswerKey) -> bool:
         return await self._directory.send(key, Command.CANCEL, CONFIRMATION_SECONDS)
@@ -54,8 +55,8 @@ class RedisSharing:
             await asyncio.to_thread(self.store.delete, key)
             await asyncio.to_thread(self._directory.forget, key)
 
-    def background_begins(self, answers: Answers, response: BackgroundResponse) -> None:
-        self._heartbeat.background_begins(answers, response)
+    def background_begins(self, response: BackgroundResponse) -> None:
+        self._heartbeat.background_begins(response)
 
     def runs(self, key: ResourceKey) -> bool:
         try:

@@ -112,8 +112,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
         document = found.document
         return await json_in_thread(lambda: document)
     # The response continues even if this reader disconnects.
-    pings_after = front_end.settings.ping_seconds
-    return EventStream(request, await front_end.responses.follow(found, start, pings_after))
+    return EventStream(request, await front_end.responses.follow(found, start))
 
 
 async def delete_response(request: Request, response_id: str) -> Response:

@@ -14,9 +14,9 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.answer import Answer
-from vllm_mlx_harmony.server.answers import Answers
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Context
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.storage.background import (
     AT_ONCE,
     BackgroundResponse,
@@ -32,8 +32,8 @@ from vllm_mlx_harmony.tasks import in_thread
 class Responses:
     """Methods may raise ``StoreError``."""
 
-    def __init__(self, sharing: Sharing, answers: Answers) -> None:
-        self._sharing, self._answers = sharing, answers
+    def __init__(self, sharing: Sharing, settings: ServerSettings) -> None:
+        self._sharing, self._ping_seconds = sharing, settings.ping_seconds
         self.conversations = Conversations(sharing.store)
         self._background = BackgroundResponses()
         self._emitters: WeakValueDictionary[ResourceKey, StoringEmitter] = WeakValueDictionary()
@@ -72,7 +72,7 @@ class Responses:
         except BaseException:
             await self._sharing.withdraw(emitter.key)
             raise
-        self._sharing.background_begins(self._answers, response)
+        self._sharing.background_begins(response)
         return response
 
     # --- For a new request
@@ -87,7 +87,7 @@ class Responses:
         return running is not None and not running.done
 
     def is_running_elsewhere(self, key: ResourceKey) -> bool:
-        """Whether another server generates the background response. Blocks."""
+        """Whether another server generates the background response, if not this one. Blocks."""
         return self._sharing.runs(key)
 
     def background(self, key: ResourceKey) -> BackgroundResponse | None:
@@ -128,13 +128,10 @@ class Responses:
         return await asyncio.to_thread(self._sharing.runs, key)
 
     async def follow(
-        self, found: BackgroundResponse | StoredResponse, start: int, pings_after: float
+        self, found: BackgroundResponse | StoredResponse, start: int
     ) -> AsyncGenerator[Event, None]:
-        """The events from number ``start`` to the last, as they arrive.
-
-        After ``pings_after`` seconds of silence, an event says that the response is running; 0:
-        never. Raises ``RequestError`` if there are no events.
-        """
+        """The events from number ``start`` to the last as they arrive, and in a silence that the
+        response is running. Raises ``RequestError`` if there are no events."""
         if isinstance(found, BackgroundResponse):
             return found.follow(start)
         if (
@@ -142,16 +139,14 @@ class Responses:
             # Its server may have died before the first event.
             or resource.is_running((await self._read(found.key)).document)
         ):
-            return self._events(found.key, start, pings_after)
+            return self._events(found.key, start)
         raise RequestError(
             "the events of this response are not available: they are stored for a limited time "
             "and only for responses created with background=true",
             param="stream",
         )
 
-    async def _events(
-        self, key: ResourceKey, start: int, pings_after: float
-    ) -> AsyncGenerator[Event, None]:
+    async def _events(self, key: ResourceKey, start: int) -> AsyncGenerator[Event, None]:
         silent_since = time.monotonic()
         try:
             while True:
@@ -166,7 +161,7 @@ class Responses:
                     return
                 if events or runs:
                     silent_since = time.monotonic() if events else silent_since
-                    if pings_after and time.monotonic() - silent_since >= pings_after:
+                    if self._ping_seconds and time.monotonic() - silent_since >= self._ping_seconds:
                         yield await self._ping(key, start - 1)
                         silent_since = time.monotonic()
                 else:

@@ -39,7 +39,11 @@ class Sharing(Protocol):
 
     # --- Answers
 
-    def answer_begins(self, answers: Answers) -> None:
+    @property
+    def answers(self) -> Answers:
+        """The answers of this server."""
+
+    def answer_begins(self) -> None:
         """One of ``answers`` begins. From now on, other servers can cancel it."""
 
     async def cancel(self, key: AnswerKey) -> bool:
@@ -53,15 +57,16 @@ class Sharing(Protocol):
     async def withdraw(self, key: ResourceKey) -> None:
         """Removes an announced response that does not begin after all."""
 
-    def background_begins(self, answers: Answers, response: BackgroundResponse) -> None:
+    def background_begins(self, response: BackgroundResponse) -> None:
         """``response`` begins, and its answer is one of ``answers``. From now on, other servers can
         follow, cancel and delete it."""
 
     def runs(self, key: ResourceKey) -> bool:
-        """Whether another server generates the response, or may do so as far as is known."""
+        """Whether one of several servers, be it this one, generates the response, or may do so as
+        far as is known."""
 
     def has_events(self, key: ResourceKey) -> bool:
-        """Whether another server generates the response, or its events are still known."""
+        """Whether one of several servers generates the response, or its events are still known."""
 
     def events(self, key: ResourceKey, start: int) -> list[Event]:
         """The known events of the response from number ``start`` on."""

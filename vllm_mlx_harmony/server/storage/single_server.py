@@ -20,8 +20,9 @@ class SingleServer:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.answers = Answers()
 
-    def answer_begins(self, answers: Answers) -> None:
+    def answer_begins(self) -> None:
         pass
 
     async def cancel(self, key: AnswerKey) -> bool:
@@ -33,7 +34,7 @@ class SingleServer:
     async def withdraw(self, key: ResourceKey) -> None:
         pass
 
-    def background_begins(self, answers: Answers, response: BackgroundResponse) -> None:
+    def background_begins(self, response: BackgroundResponse) -> None:
         pass
 
     def runs(self, key: ResourceKey) -> bool:
