@@ -14,7 +14,7 @@ from anthropic_checker import prompt_tokens
 from harmony_text import ids_of
 from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated
 
-from vllm_mlx_harmony.protocols.partial_json import ObjectText
+from vllm_mlx_harmony.protocols.partial_json import INVALID_JSON
 
 GENERATED = [row for row in ROWS if can_be_generated(row)]
 
@@ -71,7 +71,8 @@ def chat_answer(completion: Any) -> dict[str, Any]:
 def check_chat(row: Row, whole: Any, *streamed: Any) -> None:
     """Checks a completion, and streams that the client's own accumulator assembled."""
     answer = chat_answer(whole)
-    assert all(chat_answer(stream) == answer for stream in streamed)
+    for stream in streamed:
+        assert chat_answer(stream) == answer
     assert answer["reasoning"] == joined(row, REASONING)
     assert answer["content"] == joined(row, PREAMBLE, ANSWER)
     assert answer["calls"] == [part[1:] for part in row.expected if part[0] == CALL]
@@ -126,10 +127,8 @@ _ITEMS: dict[str, Callable[[dict[str, Any]], tuple[str, ...]]] = {
 
 def check_responses(row: Row, whole: dict[str, Any], *streamed: dict[str, Any]) -> None:
     """Checks the document of a response, and the final documents of streams."""
-    assert all(
-        response_document(stream_document) == response_document(whole)
-        for stream_document in streamed
-    )
+    for stream_document in streamed:
+        assert response_document(stream_document) == response_document(whole)
     assert [_ITEMS[item["type"]](item) for item in whole["output"]] == list(row.expected)
     assert whole["status"] == ("incomplete" if row.finish == "length" else "completed")
 
@@ -174,15 +173,35 @@ _BLOCKS = {REASONING: "thinking", PREAMBLE: "text", ANSWER: "text"}
 def check_messages(row: Row, whole: Any, *streamed: Any) -> None:
     """Checks a message, and streams that the client's own accumulator assembled."""
     document = message_document(whole)
-    assert all(message_document(stream) == document for stream in streamed)
-    texts = [block for block in document["content"] if block["type"] != "tool_use"]
-    assert [(block["type"], block[block["type"]]) for block in texts] == [
-        (_BLOCKS[part[0]], part[1]) for part in row.expected if part[0] != CALL
+    for stream in streamed:
+        assert message_document(stream) == document
+    check_message(row, document)
+
+
+def check_message(row: Row, document: dict[str, Any]) -> None:
+    """Checks the content of a message, and why it ended."""
+    assert [_block_outline(block) for block in document["content"]] == [
+        (CALL, rest[0], json.dumps(input_of(rest[1]))) if kind == CALL else (_BLOCKS[kind], *rest)
+        for kind, *rest in row.expected
     ]
-    names = [block["name"] for block in document["content"] if block["type"] == "tool_use"]
-    assert names == [part[1] for part in row.expected if part[0] == CALL]
     stop_reason = "stop_sequence" if row.stopped_by else _STOP_REASONS[row.finish]
     assert (document["stop_reason"], document.get("stop_sequence")) == (stop_reason, row.stopped_by)
+
+
+def _block_outline(block: dict[str, Any]) -> tuple[str, ...]:
+    """A block in the form of rows, in which the input is JSON."""
+    if block["type"] == "tool_use":
+        return (CALL, block["name"], json.dumps(block["input"]))
+    return (block["type"], block[block["type"]])
+
+
+def input_of(arguments: str) -> dict[str, Any]:
+    """A row's arguments as the client receives them; no row is cut behind a whole member."""
+    try:
+        parsed: dict[str, Any] = json.loads(arguments or "{}")
+    except ValueError:
+        return {INVALID_JSON: arguments}
+    return parsed
 
 
 # --- Ollama's API.
@@ -216,17 +235,11 @@ def ollama_answer(lines: list[Any]) -> dict[str, Any]:
 def check_ollama(row: Row, *answers: list[Any]) -> None:
     """Checks a document, and streams."""
     answer, *others = map(ollama_answer, answers)
-    assert all(other == answer for other in others)
+    for other in others:
+        assert other == answer
     assert answer["reasoning"] == joined(row, REASONING)
     assert answer["content"] == joined(row, PREAMBLE, ANSWER)
-    expected_calls = [part[1:] for part in row.expected if part[0] == CALL]
-    assert [call.name for call in answer["calls"]] == [name for name, _ in expected_calls]
-    for call, (_, arguments) in zip(answer["calls"], expected_calls, strict=True):
-        assert call.arguments == read_arguments(arguments)
+    assert [(call.name, call.arguments) for call in answer["calls"]] == [
+        (part[1], input_of(part[2])) for part in row.expected if part[0] == CALL
+    ]
     assert answer["finish"] == ("length" if row.finish == "length" else "stop")
-
-
-def read_arguments(text: str) -> Any:
-    """The object in a call's arguments. Text that is no object becomes a member of one."""
-    reader = ObjectText()
-    return json.loads(reader.feed(text) + reader.close() or "{}")

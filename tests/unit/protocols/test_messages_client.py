@@ -11,7 +11,8 @@ from anthropic_checker import Checker, check_stream
 from ciphers import Reverse
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row
+from row_answers import check_message
+from rows import ROWS, Row
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Started, Text, Usage
@@ -20,7 +21,6 @@ from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import ResponseInfo, Tool, Turn
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.messages import Display, Emitter
-from vllm_mlx_harmony.protocols.partial_json import INVALID_JSON
 
 pytest.importorskip("anthropic")
 
@@ -68,43 +68,11 @@ def check(events: Iterable[Event]) -> Checker:
     return check_stream([(event.name, event.data) for event in events])
 
 
-def outline(message: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The content in the form of rows: preamble and answer are text, and the input is JSON."""
-    return [
-        ("call", block["name"], json.dumps(block["input"]))
-        if block["type"] == "tool_use"
-        else (block["type"], block[block["type"]])
-        for block in message["content"]
-    ]
-
-
-def expected_outline(row: Row) -> list[tuple[str, ...]]:
-    words = {REASONING: "thinking", PREAMBLE: "text", ANSWER: "text"}
-    return [
-        (kind, rest[0], json.dumps(input_of(rest[1]))) if kind == CALL else (words[kind], *rest)
-        for kind, *rest in row.expected
-    ]
-
-
-def input_of(arguments: str) -> dict[str, Any]:
-    """A row's arguments as the client receives them; no row is cut behind a whole member."""
-    try:
-        parsed: dict[str, Any] = json.loads(arguments or "{}")
-    except ValueError:
-        return {INVALID_JSON: arguments}
-    return parsed
-
-
-REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_row_is_a_message(row: Row) -> None:
     ids = vocab.encoding().encode(row.output, allowed_special="all")
     message = collect(deltas_of(row, [ids]))
-    assert outline(message) == expected_outline(row)
-    reason = "stop_sequence" if row.stopped_by else REASONS[row.finish]
-    assert (message["stop_reason"], message["stop_sequence"]) == (reason, row.stopped_by)
+    check_message(row, message)
     for block in message["content"]:
         if block["type"] == "thinking":
             assert Reverse().decrypt(block["signature"]) == block["thinking"]
