@@ -234,11 +234,6 @@ class Answer:
         """
         return self._buffer.readable() if self._is_remote else []
 
-    @property
-    def read_to_end(self) -> bool:
-        """Whether the reader has reached the end, and there is nothing to close."""
-        return self._buffer.read_to_end
-
     async def first_event(self) -> None:
         """Waits for the first event. Raises a failure that comes before it."""
         while not (self._announced or self._state is State.COMPLETE):
@@ -266,7 +261,7 @@ class Answer:
         self._failure = None
         self._stop(Trigger.CLOSE)
         self._buffer.discard()
-        if not self.read_to_end:
+        if not self._buffer.read_to_end:
             await tasks.wait_until_done(self._task)
 
     def _raise_failure(self) -> None:
@@ -325,8 +320,9 @@ class Answer:
     async def _generate(self, groups: Deltas) -> None:
         """Writes all groups.
 
-        The request's deadline limits the first group (`serving.respond`), including all progress
-        of the prompt. Each later group may take as long as the whole request may, as in vllm-mlx.
+        Each group may take as long as the whole request may, as in vllm-mlx. Reports of progress do
+        not extend that time, so it includes the queue and the prompt. Over HTTP, the first group
+        (``Started``) and a document must come within the request's deadline (`serving.respond`).
         """
         self._move(Trigger.BEGIN)
         deadline = self._lease.deadline
@@ -336,6 +332,7 @@ class Answer:
                 raise failure
             if not deadline.left:
                 raise deadline.timeout_error()
+            silence.start()
             async for group in groups:
                 if self._state not in _TAKING:  # an engine may suppress the cancellation
                     return

@@ -460,7 +460,8 @@ async def respond(leased_request: LeasedRequest[Api[Any]], job: Job) -> Response
             text = await in_thread(encode_in_chunks, document)
             return Response(text, media_type=JSONResponse.media_type)
         await leased_request.unless_disconnected(answer.first_event())
-        return EventStream(leased_request.http_request, answer, leased_request.api.framing)
+        http_request, framing = leased_request.http_request, leased_request.api.framing
+        return EventStream(http_request, answer, framing, answer.readable)
     except BaseException as error:
         # An answer that failed by itself has already recorded its result.
         await answer.aclose("timeout" if isinstance(error, HostError) else "client_closed")

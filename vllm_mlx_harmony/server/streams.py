@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,6 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony import tasks
 from vllm_mlx_harmony.protocols.events import Event, frame, line
-from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.front_end import front_end_of
 from vllm_mlx_harmony.server.host import Deadline
 
@@ -44,6 +43,8 @@ LINES = Framing("application/x-ndjson", line)
 class EventStream(StreamingResponse):
     """Streams ``events``, and closes the iterator when the client disconnects.
 
+    ``readable`` returns those that can be read already, which are sent together.
+
     Starlette would leave the iterator to the garbage collector, which may run much later; the
     engine would be busy until then. Its task group for watching the client costs several times as
     much as ``unless_disconnected``.
@@ -54,10 +55,12 @@ class EventStream(StreamingResponse):
         request: Request,
         events: AsyncIterator[Event],
         framing: Framing = SERVER_SENT_EVENTS,
+        readable: Callable[[], Iterable[Event]] = tuple,
     ) -> None:
         super().__init__((), media_type=framing.media_type)
         self._frame = framing.frame
-        self._request, self._events = request, events
+        self._request, self._events, self._readable = request, events, readable
+        self._read_to_end = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         transport = transport_of(self._request)
@@ -77,19 +80,18 @@ class EventStream(StreamingResponse):
             raise ClientDisconnect from error
         finally:
             # A separate task, because this one may be cancelled together with what it awaits.
-            if not (isinstance(self._events, Answer) and self._events.read_to_end):
+            if not self._read_to_end:
                 tasks.start(_close(self._events))
             if transport is not None and not transport.is_closing():
                 transport.set_write_buffer_limits()  # a later response may use this connection
 
     async def stream_response(self, send: Send) -> None:
-        """Sends the response; several events at once if they can be read already."""
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         async for event in self._events:
-            more = self._events.readable() if isinstance(self._events, Answer) else ()
-            data = "".join(map(self._frame, (event, *more))).encode()
+            data = "".join(map(self._frame, (event, *self._readable()))).encode()
             await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._read_to_end = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -153,6 +153,11 @@ async def silent(*_: Any) -> AsyncIterator[Step]:
     await asyncio.sleep(NEVER)
 
 
+async def silent_at_once(*_: Any) -> AsyncIterator[Step]:
+    await asyncio.sleep(NEVER)
+    yield Step(())
+
+
 async def swallowing(*_: Any) -> AsyncIterator[Step]:
     """Ends when it is cancelled, as the host's iterator does."""
     yield Step((7,))
@@ -216,6 +221,12 @@ async def read_all(turn: Job) -> list[Delta]:
     return deltas
 
 
+async def read_remote(turn: Job) -> list[Delta]:
+    """A remote engine starts the turn only when it has accepted the request."""
+    turn.lease.engine.remote = True  # type: ignore[misc]
+    return await read_all(turn)
+
+
 async def read_one_event(turn: Job) -> None:
     reading = start_answer(replace(turn, emitter=EventPerDelta()))
     await anext(reading)
@@ -251,6 +262,7 @@ ENDINGS = [
     pytest.param(stopped_from_outside, read_all, OutputError, "error", (0, 0), id="stopped"),
     pytest.param(stopped_before, read_all, OutputError, "error", (0, 0), id="stopped before"),
     pytest.param(silent, read_all, HostError, "timeout", (0, 0), id="silence"),
+    pytest.param(silent_at_once, read_remote, HostError, "timeout", (0, 0), id="never accepted"),
     pytest.param(swallowing, read_all, HostError, "timeout", (0, 0), id="silence, swallowed"),
     pytest.param(endless, read_one_event, None, "client_closed", (0, 0), id="closed"),
     pytest.param(
