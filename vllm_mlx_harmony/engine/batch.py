@@ -95,7 +95,7 @@ class Batch:
 
     def step(self, model: Model) -> list[tuple[Request, int]]:
         """Runs one step; returns the next ids of the rows. A row's first step computes the last id
-        of its prompt and returns none."""
+        of its prompt and returns none. An id that ends a turn is the last of its row."""
         if all(request.stepped and not request.remaining_ids for request in self.rows):
             found = self._read_last()
         elif self.costs is not None and len(self.rows) == 1 and self._read_next(self.costs):

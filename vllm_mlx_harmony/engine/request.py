@@ -86,7 +86,7 @@ class Request:
     unsent_ids: list[int] = field(default_factory=list)
     """Generated ids that have not been sent."""
     origins: str = ""
-    """``Step.origins`` of ``unsent_ids``."""
+    """``Step.origins`` of ``unsent_ids``, and of what else the model's last step has yielded."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Those of ``unsent_ids``, if they are requested."""
     scores: list[mx.array] = field(default_factory=list)
@@ -147,15 +147,14 @@ class Request:
 
     def step(self, finish: Finish | None = None) -> Step:
         """The ids that have not been sent, which are no longer held."""
-        ids, origins = tuple(self.unsent_ids), self.origins if self.settings.origins else ""
-        self.unsent_ids.clear()
-        self.origins = ""
+        ids, self.unsent_ids = tuple(self.unsent_ids), []
+        origins, self.origins = self.origins[: len(ids)], self.origins[len(ids) :]
         logprobs, self.logprobs = tuple(self.logprobs), []
         return Step(
             ids,
             finish,
             cached_tokens=self.cached,
-            origins=origins,
+            origins=origins if self.settings.origins else "",
             accepted=self.accepted,
             rejected=self.rejected,
             logprobs=logprobs,

@@ -39,7 +39,7 @@ from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.engine.step_costs import ASSUMED, WIDTHS, Costs
-from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Origin
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Origin, Step
 
 SIZE = 64
 CHEAP = Costs((1, 2, 4, 8, 16), (1.0, 1.01, 1.02, 1.03, 1.04))
@@ -357,6 +357,24 @@ async def answer_counting_drafts(
         async for step in steps:
             ids += step.ids
     return ids, step.accepted, step.rejected
+
+
+def test_origins_are_those_of_the_ids_of_their_step(
+    engines: tuple[MlxEngine, MlxEngine], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one step of the model yields several ids."""
+    loop, steps = engines[0].loop, list[Step]()
+    put = loop._put
+
+    def record(request: Request, item: Any) -> None:
+        put(request, item)
+        steps.append(item)
+
+    monkeypatch.setattr(loop, "_put", record)
+    ids = run(answer(engines[0], PROMPT, seed=1, origins=True))
+    assert sum((step.ids for step in steps), ()) == ids
+    assert [len(step.origins) for step in steps] == [len(step.ids) for step in steps]
+    assert {Origin.SAMPLED, Origin.COPIED} <= set("".join(step.origins for step in steps))
 
 
 def test_prediction_is_source_of_drafts(engines: tuple[MlxEngine, MlxEngine], run: Run) -> None:
