@@ -1,11 +1,14 @@
 """How many random faults in the package do the tests find?
 
-`python ci/mutate.py --count 40 --seed 1`, in an environment with everything installed (see
-CONTRIBUTING.md). Each fault is put into one place of the package and is gone afterwards: a
-condition is negated, a comparison is turned around, a number is one more, a statement is gone. The
-tests of the gate that concern the file run until the first failure, those of its own first; for a
-fault that they miss, those that the gate leaves to the night. Each is printed as a difference. Of
-those that neither finds, some change nothing that anybody sees; the others lack a test.
+`python ci/mutate.py --count 40 --seed 1`, in an environment with everything installed, as in
+docs/tests.md. Each fault is put into one place of the package and is gone afterwards: a condition
+is negated, a comparison is negated or its bound shifted, a number is one more, a statement is gone.
+The gate's tests that need no server run until the first failure: those of the file, of its package,
+then all others. For a fault that they miss, those of its package that the gate leaves to the night.
+Each is printed as a difference. Of those that neither finds, some change nothing that anybody sees;
+the others lack a test.
+
+Before the first fault, all of these tests must pass, and none may be skipped.
 
 Not a leg: it takes minutes for each fault.
 """
@@ -15,44 +18,25 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import itertools
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from leg import legs_for_paths, legs_named
+from legs import CI_TESTS, TOOL_TESTS, Leg
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "vllm_mlx_harmony"
 
-CONCERNED = {
-    "core": ("tests/unit/core", "tests/unit/protocols", "tests/unit/server"),
-    "protocols": ("tests/unit/protocols", "tests/unit/server"),
-    "engine_api": ("tests/unit/server", "tests/unit/engine"),
-    "inspector": ("tests/unit/server",),
-    "server": ("tests/unit/server", "tests/unit/host"),
-    "engine": ("tests/unit/engine", "tests/unit/host"),
-    "standin": ("tests/unit/standin",),
-    "host": ("tests/unit/host",),
-    "cli": ("tests/unit/cli",),
-}
-"""The tests of the gate that concern a package. Those of modules at the top are in every folder;
-what the gate does not test, as gateway/, is left out."""
+GATE, NIGHTLY = "not nightly and not served", "nightly and not served"
 
-ELSEWHERE = (
-    "tests/unit/host",
-    "tests/unit/engine",
-    "tests/unit/core",
-    "tests/unit/protocols",
-    "tests/unit/server",
-)
-
-TURNED = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
+SHIFTED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+NEGATED = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
     ast.In: ast.NotIn,
@@ -88,7 +72,7 @@ def faults(path: Path) -> Iterator[Fault]:
         if isinstance(node, (ast.If, ast.While, ast.IfExp)):
             yield Fault(path, number, "negated")
         elif isinstance(node, ast.Compare):
-            yield Fault(path, number, "turned around")
+            yield Fault(path, number, "shifted" if type(node.ops[0]) in SHIFTED else "negated")
         elif isinstance(node, ast.Constant) and type(node.value) is int:
             yield Fault(path, number, "one more")
         elif isinstance(node, REMOVABLE) and not _is_docstring(node):
@@ -99,7 +83,7 @@ def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def broken(fault: Fault) -> str:
+def faulty_text(fault: Fault) -> str:
     """The text of the file with the fault: only the lines of its node differ."""
     text = fault.path.read_text("utf-8")
     node: ast.AST = list(ast.walk(ast.parse(text)))[fault.node]
@@ -107,7 +91,7 @@ def broken(fault: Fault) -> str:
         condition = node.test
         node, new = condition, f"(not ({ast.unparse(condition)}))"
     elif isinstance(node, ast.Compare):
-        node.ops[0] = TURNED[type(node.ops[0])]()
+        node.ops[0] = (SHIFTED | NEGATED)[type(node.ops[0])]()
         new = f"({ast.unparse(node)})"
     elif isinstance(node, ast.Constant) and isinstance(node.value, int):
         new = str(node.value + 1)
@@ -122,53 +106,61 @@ def broken(fault: Fault) -> str:
     return b"".join([*lines[: node.lineno - 1], changed, *lines[node.end_lineno :]]).decode()
 
 
-def drawn(count: int, seed: int) -> list[Fault]:
+def sample(count: int, seed: int) -> list[Fault]:
     """Faults of the package, each place as likely as any other."""
-    files = sorted(PACKAGE.rglob("*.py"))
-    covered = [
-        path
-        for path in files
-        if path.relative_to(PACKAGE).parts[0] in CONCERNED or path.parent == PACKAGE
+    every = [fault for path in sorted(PACKAGE.rglob("*.py")) for fault in faults(path)]
+    return random.Random(seed).sample(every, count)
+
+
+def folders(legs: Iterable[Leg]) -> list[str]:
+    """The folders of the package's tests that these legs run without a server. Those of tools are
+    in the server's."""
+    parts = (part for leg in legs for command in leg.commands for part in command)
+    return [
+        part
+        for part in dict.fromkeys(parts)
+        if part.startswith("tests/unit/") and part not in {CI_TESTS, TOOL_TESTS}
     ]
-    return random.Random(seed).sample([fault for path in covered for fault in faults(path)], count)
 
 
-def found(tests: Sequence[str], marks: str) -> bool:
-    """Whether one of these tests fails."""
-    for folder in tests:  # a process each: the host binds mlx's stream to a thread for good
-        command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", folder, "-m", marks]
-        environment = {**os.environ, "EXAMPLES": "few", "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            ended = subprocess.run(
-                [sys.executable, *command],
-                cwd=REPOSITORY,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=1200,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return True  # a loop without an end
-        if ended.returncode not in {0, 5}:  # 5: no test has these marks
-            return True
-    return False
+def run_tests(tests: str, marks: str) -> tuple[bool, str]:
+    """Whether none of these tests fails, and the last line of the output."""
+    # A process each: the host binds mlx's stream to a thread for good.
+    command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests, "-m", marks]
+    try:
+        result = subprocess.run(
+            [sys.executable, *command],
+            cwd=REPOSITORY,
+            env={**os.environ, "EXAMPLES": "few", "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=1200,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, "timeout"  # a loop without an end
+    # 5: no test has these marks
+    return result.returncode in {0, 5}, "".join(result.stdout.splitlines()[-1:])
 
 
-def tried(fault: Fault) -> str:
+def finder_of(fault: Fault) -> str:
     """Who finds a fault: `gate`, `rest` or `nobody`. The file is as it was afterwards."""
-    part = fault.path.relative_to(PACKAGE).parts[0]
-    tests = CONCERNED.get(part, ELSEWHERE)
+    name = str(fault.path.relative_to(REPOSITORY))
     own = (REPOSITORY / "tests" / "unit").rglob(f"test_{fault.path.stem}*.py")
-    tests = (*(str(path.relative_to(REPOSITORY)) for path in own), *tests)
-    before, after = fault.path.read_text("utf-8"), broken(fault)
-    name = fault.path.relative_to(REPOSITORY)
+    tests = [*(str(path.relative_to(REPOSITORY)) for path in own), *folders(legs_for_paths([name]))]
+    stages = (
+        ("gate", GATE, dict.fromkeys([*tests, *folders(legs_named(["gate"]))])),
+        ("rest", NIGHTLY, tests),
+    )
+    before, after = fault.path.read_text("utf-8"), faulty_text(fault)
     try:
         fault.path.write_text(after, "utf-8")
-        if found(tests, "not nightly and not served"):
-            who = "gate"
-        else:
-            who = "rest" if found(tests, "nightly and not served") else "nobody"
+        found = (
+            who
+            for who, marks, suites in stages
+            if not all(run_tests(suite, marks)[0] for suite in suites)
+        )
+        who = next(found, "nobody")
     finally:
         fault.path.write_text(before, "utf-8")
     print(f"{who:6} {fault.kind:13} {name}", flush=True)
@@ -184,12 +176,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--list", action="store_true", help="print the faults, run nothing")
     parsed = parser.parse_args()
-    chosen = drawn(parsed.count, parsed.seed)
+    chosen = sample(parsed.count, parsed.seed)
     if parsed.list:
         for fault in chosen:
             print(f"{fault.kind:13} {fault.path.relative_to(REPOSITORY)} (node {fault.node})")
         return 0
-    who = [tried(fault) for fault in chosen]
+    for folder, marks in itertools.product(folders(legs_named(["gate"])), (GATE, NIGHTLY)):
+        passed, line = run_tests(folder, marks)
+        print(f"{folder}: {line}", flush=True)
+        if not passed or "skipped" in line:
+            return 1
+    who = [finder_of(fault) for fault in chosen]
     print(", ".join(f"{who.count(group)} by {group}" for group in ("gate", "rest", "nobody")))
     return 0
 
