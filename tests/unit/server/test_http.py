@@ -284,6 +284,33 @@ def test_stream_restores_write_buffer_limits(
     assert (transport.limits, host.leases) == (limits, 0)
 
 
+class RemoteEngine(ScriptedEngine):
+    async def generate(self, request: GenerationRequest) -> Steps:
+        """The same, after the empty step of a request that was accepted."""
+        yield Step(())
+        async for step in super().generate(request):
+            yield step
+
+
+@pytest.mark.parametrize("engine", [ScriptedEngine, RemoteEngine])
+def test_ready_events_of_remote_engines_are_sent_together(engine: type[ScriptedEngine]) -> None:
+    host = SingleEngineHost(engine(SCRIPTS, at_once=100, remote=engine is RemoteEngine))
+    bodies: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def sending(message: Any) -> None:
+            if body := message.get("body"):
+                bodies.append(body)
+            await send(message)
+
+        await host.app(scope, receive, sending)
+
+    with TestClient(app, headers={"Authorization": f"Bearer {KEY}"}) as test_client:
+        test_client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    together = max(body.count(b"data: ") for body in bodies)
+    assert (together > 1) == (engine is RemoteEngine)
+
+
 class Fails:
     """An observer of which one method raises."""
 
