@@ -1,8 +1,8 @@
 """Engines that replay ids over real sockets, in the wire format of each kind, byte for byte.
 
 Their events are as the engines write them: vLLM's were recorded from 0.32 (`data/vllm.sse`),
-SGLang's and llama.cpp's are taken from their sources. A ``Fault`` in ``faults`` affects the next
-request.
+SGLang's and llama.cpp's are taken from their sources. An ``EngineFault`` in ``faults`` affects the
+next request.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ HANGS = 3600.0
 
 
 @dataclass(frozen=True)
-class Fault:
+class EngineFault:
     """A fault of a request: a ``status``, or ``then`` ``after`` so many events.
 
     ``then``: ``die`` (the connection is reset), ``close`` (the stream ends properly, but the answer
@@ -315,8 +315,8 @@ class FakeEngine:
     """It ignores the limit of a request."""
     wait_seconds: float = 0.0
     """Seconds of a fault ``wait``, after which the answer continues."""
-    faults: list[Fault] = field(default_factory=list)
-    trial_faults: list[Fault] = field(default_factory=list)
+    faults: list[EngineFault] = field(default_factory=list)
+    trial_faults: list[EngineFault] = field(default_factory=list)
     """Faults of the next trials of grammars."""
     bodies: list[Json] = field(default_factory=list)
     prompts: list[tuple[int, ...]] = field(default_factory=list)
@@ -343,7 +343,7 @@ class FakeEngine:
             self.bodies.append(body)
             self.prompts.append(tuple(prompt))
         if self.silent:
-            fault = Fault(then="hang", after=None if self.silent == "status" else 0)
+            fault = EngineFault(then="hang", after=None if self.silent == "status" else 0)
         if fault is not None and fault.after is None:
             await self._before(request, fault)
         if fault is not None and fault.status != 200:
@@ -363,13 +363,18 @@ class FakeEngine:
         event_data = with_logprobs(self.kind, body, plain)
         return _Abortable(self, request, self._events(request, event_data, fault))
 
-    async def _before(self, request: Request, fault: Fault) -> None:
+    async def _before(self, request: Request, fault: EngineFault) -> None:
         if fault.then == "hang":
             await asyncio.sleep(HANGS)
         _reset(request)
 
     async def _events(
-        self, request: Request, events: Iterator[str], fault: Fault | None, *, trial: bool = False
+        self,
+        request: Request,
+        events: Iterator[str],
+        fault: EngineFault | None,
+        *,
+        trial: bool = False,
     ) -> AsyncIterator[bytes]:
         piece = b""
         for number, event in enumerate(events):

@@ -20,7 +20,7 @@ pytest.importorskip("prometheus_client")
 
 import fake_web
 from app_server import run_server
-from fake_engines import FakeEngine, Fault
+from fake_engines import EngineFault, FakeEngine
 from harmony_text import ids_of
 from leg import find_python
 
@@ -244,7 +244,7 @@ def test_codex_waits_for_slow_prompt(
     engine = ScriptedEngine(
         "vllm", {REQUEST: _FINAL}, name=MODEL, length=131_072, wait_seconds=15.0
     )
-    engine.faults += [Fault(then="wait")] * 3
+    engine.faults += [EngineFault(then="wait")] * 3
     idle_timeout = ("-c", f"model_providers.{launch_agents.NAME}.stream_idle_timeout_ms=5000")
     _, _, command = AGENTS["codex"]
     with gateway_to(engine) as url:

@@ -73,7 +73,7 @@ def test_login_requires_the_key(site: Site, browser: Any) -> None:
     context.close()
 
 
-def test_list_is_live(site: Site, open_page: OpenPage) -> None:
+def test_new_request_appears_in_open_list(site: Site, open_page: OpenPage) -> None:
     page = open_page(site)
     before = site.request_count
     expect(page.locator(".list tbody tr")).to_have_count(before)

@@ -92,7 +92,7 @@ def get(server: Server, path: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_chat_answers(client: openai.OpenAI, stream: bool) -> None:
+def test_chat_answer_has_text_and_finish_reason(client: openai.OpenAI, stream: bool) -> None:
     check_chat_answer(client, stream=stream)
 
 

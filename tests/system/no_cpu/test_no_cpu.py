@@ -41,7 +41,7 @@ def test_demo_names_the_extra() -> None:
         ("parse", "<|channel|>final<|message|>Hi<|return|>", "── answer\nHi"),
     ],
 )
-def test_commands_without_mlx_work(
+def test_commands_without_mlx_print_their_results(
     tmp_path: Path, command: str, content: str, expected: str
 ) -> None:
     file = tmp_path / "file"

@@ -65,8 +65,7 @@ def painted_kinds(ids: list[int]) -> list[Kind]:
 @example(ids_of("to=functions.f<|end|>"))
 @example([4103, 100, RESERVED, 100])
 @settings(max_examples=examples(1_000), deadline=None)
-def test_all_readers_agree(ids: list[int]) -> None:
-    """The parser, the painter and the reasoning watch, on every output."""
+def test_painter_and_reasoning_watch_agree_with_parser(ids: list[int]) -> None:
     whole = Parser()
     whole.feed(ids)
     turn = ids[: whole.done_at]
@@ -112,7 +111,7 @@ ROWS: dict[str, tuple[str, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize(("text", "shown"), ROWS.values(), ids=ROWS)
-def test_text_is_painted(text: str, shown: list[tuple[str, str]]) -> None:
+def test_messages_have_the_colors_of_their_kinds(text: str, shown: list[tuple[str, str]]) -> None:
     painting = colorize(ids_of(text))
     spans = [(painting.plain[span.start : span.end], str(span.style)) for span in painting.spans]
     assert [span for span in spans if span[1] != CONTROL_STYLE] == shown

@@ -19,7 +19,7 @@ pytest.importorskip("prometheus_client")
 import httpx
 from app_server import run_server
 from deployment import BODIES, CHAT, SCRIPTS, TEXT, Deployment
-from fake_engines import EXCHANGES, KINDS, FakeEngine, Fault
+from fake_engines import EXCHANGES, KINDS, EngineFault, FakeEngine
 from gateway_in_process import MODEL, CountingGateway, engine_at
 from loops import run
 from starlette.requests import Request
@@ -54,21 +54,21 @@ def events(text: str) -> list[Any]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-BEFORE: dict[str, tuple[Fault, int, str | None]] = {
-    "500": (Fault(status=500), 503, "5"),
-    "503": (Fault(status=503, headers=(("Retry-After", "3"),)), 503, "3"),
-    "429": (Fault(status=429, headers=(("Retry-After", "7"),)), 429, "7"),
-    "dies before a status": (Fault(then="die", after=None), 503, "5"),
+BEFORE: dict[str, tuple[EngineFault, int, str | None]] = {
+    "500": (EngineFault(status=500), 503, "5"),
+    "503": (EngineFault(status=503, headers=(("Retry-After", "3"),)), 503, "3"),
+    "429": (EngineFault(status=429, headers=(("Retry-After", "7"),)), 429, "7"),
+    "dies before a status": (EngineFault(then="die", after=None), 503, "5"),
 }
 """Faults before any output: the status that a client gets, and its ``Retry-After``."""
 
-AT_ONCE = [Fault(then=then, after=0) for then in ("die", "close", "garbage", "error")]
+AT_ONCE = [EngineFault(then=then, after=0) for then in ("die", "close", "garbage", "error")]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("fault", "status", "retry_after"), BEFORE.values(), ids=BEFORE)
 def test_failure_before_the_stream_has_a_status(
-    fault: Fault, status: int, retry_after: str | None, stream: bool
+    fault: EngineFault, status: int, retry_after: str | None, stream: bool
 ) -> None:
     with ExitStack() as stack:
         deployment = Deployment(stack, FakeEngine("vllm", SCRIPTS, faults=[fault]))
@@ -85,7 +85,7 @@ def test_failure_before_the_stream_has_a_status(
 @pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("fault", [*(fault for fault, *_ in BEFORE.values()), *AT_ONCE], ids=str)
-def test_failed_request_without_output_is_retried(fault: Fault, stream: bool) -> None:
+def test_failed_request_without_output_is_retried(fault: EngineFault, stream: bool) -> None:
     with ExitStack() as stack:
         failing = FakeEngine("vllm", SCRIPTS, faults=[fault])
         deployment = Deployment(stack, failing, FakeEngine("sglang", SCRIPTS))
@@ -103,7 +103,7 @@ def test_failure_after_the_first_output_is_an_error(kind: str, then: str) -> Non
         failing, other = FakeEngine(kind, SCRIPTS), FakeEngine("sglang", SCRIPTS)
         deployment = Deployment(stack, failing, other)
         for path in BODIES:
-            failing.faults[:] = [Fault(then=then, after=8)]
+            failing.faults[:] = [EngineFault(then=then, after=8)]
             answer = deployment.ask(path, stream=True)
             last = events(answer.text)[-1]
             assert answer.status_code == 200
@@ -111,7 +111,7 @@ def test_failure_after_the_first_output_is_an_error(kind: str, then: str) -> Non
             assert error["message"], last
             if path == CHAT:
                 assert TEXT.startswith(content_of(answer))
-            failing.faults[:] = [Fault(then=then, after=8)]
+            failing.faults[:] = [EngineFault(then=then, after=8)]
             assert deployment.ask(path).status_code == 500
         assert other.bodies == []
         assert deployment.host.leases == 0
@@ -122,7 +122,7 @@ def test_failure_after_the_first_output_is_an_error(kind: str, then: str) -> Non
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_hanging_engine_times_out(after: int | None, stream: bool) -> None:
     with ExitStack() as stack:
-        fault = Fault(then="hang", after=after)
+        fault = EngineFault(then="hang", after=after)
         timeout = 5.0 if stream and after else 1.0  # enough for the first ids
         deployment = Deployment(stack, FakeEngine("vllm", SCRIPTS, faults=[fault]), timeout=timeout)
         answer = deployment.ask(stream=stream)
@@ -179,7 +179,7 @@ def test_client_disconnect_frees_the_engine() -> None:
 class Late(FakeEngine):
     """An engine whose faults delay the status by half a second."""
 
-    async def _before(self, request: Request, fault: Fault) -> None:
+    async def _before(self, request: Request, fault: EngineFault) -> None:
         await asyncio.sleep(0.5)
 
 
@@ -188,7 +188,7 @@ def test_response_without_a_reader_is_closed(
 ) -> None:
     """The engine sends its status late; the reader is slow, and then leaves."""
     monkeypatch.setattr(http, "ACCEPTED_AFTER_SECONDS", 0.1)
-    engine = Late("vllm", SCRIPTS, held=True, faults=[Fault(after=None)])
+    engine = Late("vllm", SCRIPTS, held=True, faults=[EngineFault(after=None)])
 
     async def read_status(url: str) -> None:
         steps = engine_at(url, "vllm").stream(REQUEST)

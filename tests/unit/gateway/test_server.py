@@ -22,8 +22,9 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 import httpx
+import psutil
 from app_server import run_server
-from fake_engines import KINDS, METADATA, FakeEngine, Fault
+from fake_engines import KINDS, METADATA, EngineFault, FakeEngine
 from gateway_in_process import MODEL, CountingGateway
 from harmony_text import ids_of
 from starlette.applications import Starlette
@@ -124,17 +125,17 @@ def test_vllm_without_grammar_enforcement_is_detected() -> None:
 
 
 BUSY = (("Retry-After", "1"),)
-TRIALS: dict[str, tuple[Fault, str]] = {
-    "503": (Fault(status=503, headers=BUSY), ""),
-    "429": (Fault(status=429), ""),
-    "500": (Fault(status=500), ""),
-    "breaks off before a status": (Fault(then="die", after=None), ""),
-    "breaks off": (Fault(then="die", after=0), ""),
-    "is silent before a status": (Fault(then="hang", after=None), ""),
-    "is silent": (Fault(then="hang", after=0), ""),
-    "400": (Fault(status=400), "grammar"),
-    "says so in the stream": (Fault(then="error", after=0), "grammar"),
-    "ends": (Fault(then="close", after=0), "grammar"),
+TRIALS: dict[str, tuple[EngineFault, str]] = {
+    "503": (EngineFault(status=503, headers=BUSY), ""),
+    "429": (EngineFault(status=429), ""),
+    "500": (EngineFault(status=500), ""),
+    "breaks off before a status": (EngineFault(then="die", after=None), ""),
+    "breaks off": (EngineFault(then="die", after=0), ""),
+    "is silent before a status": (EngineFault(then="hang", after=None), ""),
+    "is silent": (EngineFault(then="hang", after=0), ""),
+    "400": (EngineFault(status=400), "grammar"),
+    "says so in the stream": (EngineFault(then="error", after=0), "grammar"),
+    "ends": (EngineFault(then="close", after=0), "grammar"),
 }
 """The fault of a trial, and what the engine then lacks; if empty, it is not known yet."""
 
@@ -143,7 +144,7 @@ TRIALS: dict[str, tuple[Fault, str]] = {
 @pytest.mark.parametrize(("fault", "missing"), TRIALS.values(), ids=TRIALS)
 @pytest.mark.parametrize("kind", ["vllm", "vllm-tokens"])
 def test_busy_engine_keeps_its_grammars(
-    kind: str, fault: Fault, missing: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, fault: EngineFault, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detection, "TRY_SECONDS", 0.5)
     # After a 500 it is tried without a grammar, too, which fails as well.
@@ -159,7 +160,7 @@ def test_busy_engine_keeps_its_grammars(
 
 
 def test_engine_that_fails_on_a_grammar_has_none() -> None:
-    engine = FakeEngine("vllm", SCRIPTS, trial_faults=[Fault(status=500)])
+    engine = FakeEngine("vllm", SCRIPTS, trial_faults=[EngineFault(status=500)])
     with run_server(engine.app) as url:
         assert detect_engine(url).capabilities.missing == ("grammar",)
 
@@ -409,6 +410,7 @@ def test_configured_tools_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(config.TOOLS_VARIABLE, "all")
     flags = {"model": MODEL, "mcp_config": str(file)}
     engine = FakeEngine("vllm", {**SCRIPTS, "Is it warm in Rome?": WEATHER_CALL, "20 °C": BEHIND})
+    before = set(psutil.Process().children())
     with ExitStack() as stack:
         url = stack.enter_context(run_server(engine.app))
         base = stack.enter_context(run_server(gateway(load({**flags, "engines": [url]}, {}))))
@@ -420,9 +422,7 @@ def test_configured_tools_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert 'vllm_mlx_harmony_tool_calls_total{server="weather",tool="now"} 1.0' in (
             httpx.get(f"{base}/metrics", timeout=180).text
         )
-    ps = ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="]
-    listed = subprocess.run(ps, check=True, capture_output=True, text=True).stdout
-    assert str(servers) not in listed
+    assert set(psutil.Process().children()) <= before
 
 
 SEARCH_CALL = '<|channel|>analysis to=browser.search code<|message|>{"query": "Rome"}<|call|>'

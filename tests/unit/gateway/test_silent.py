@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from app_server import run_server
-from fake_engines import EXCHANGES, FakeEngine, Fault, compact
+from fake_engines import EXCHANGES, EngineFault, FakeEngine, compact
 from gateway_in_process import MODEL, CountingGateway
 from waiting import wait_until, wait_until_async
 
@@ -141,7 +141,7 @@ def test_time_limit_of_a_client_takes_no_engine_down(stream: bool) -> None:
         numbers = deployment.home(4)
         backend = deployment.host.fleet.backends[0]
         for number, timeout in zip(numbers, (6.0, 3.0, 3.0, 3.0), strict=True):
-            slow.faults[:] = [Fault(then="hang", after=0)]
+            slow.faults[:] = [EngineFault(then="hang", after=0)]
             messages = [{"role": "user", "content": f"Question {number}"}]
             body = {"model": MODEL, "messages": messages, "timeout": timeout, "stream": stream}
             httpx.post(deployment.url + CHAT, json=body, timeout=180)
@@ -159,7 +159,7 @@ def test_slow_prompt_is_no_failure() -> None:
         first, second = deployment.home(2)
         slow.pause = 0.1
         slow.scripts["Question"] = "<|channel|>final<|message|>" + "word " * 60 + "<|return|>"
-        slow.faults[:] = [Fault(), Fault(then="wait", after=0)]
+        slow.faults[:] = [EngineFault(), EngineFault(then="wait", after=0)]
         slow.wait_seconds = 4.0  # twice the patience, in which the other answer goes on
         before = len(slow.prompts)
         assert deployment.ask([first, second]) == [200, 200]
@@ -200,7 +200,9 @@ def test_progress_that_advances_ends_a_silence(
 def test_only_engine_is_waited_for() -> None:
     """There is nothing to gain: its next id may come before the deadline."""
     with ExitStack() as stack:
-        slow = FakeEngine("vllm", SCRIPTS, faults=[Fault(then="wait", after=0)], wait_seconds=4.0)
+        slow = FakeEngine(
+            "vllm", SCRIPTS, faults=[EngineFault(then="wait", after=0)], wait_seconds=4.0
+        )
         deployment = Deployment(stack, slow, timeout=180.0)
         assert deployment.ask([1]) == [200]
         assert len(slow.prompts) == 1
@@ -225,7 +227,10 @@ def test_client_disconnect_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
                 asking.cancel()
 
         for _ in range(4):
-            slow.faults[:], slow.trial_faults[:] = [Fault(then="hang", after=0)], [Fault()]
+            slow.faults[:], slow.trial_faults[:] = (
+                [EngineFault(then="hang", after=0)],
+                [EngineFault()],
+            )
             asyncio.run(leave())
             wait_until(lambda: backend.in_flight == slow.running == 0, "the request to be closed")
             wait_until(lambda: not slow.trial_faults, "a probe")
@@ -233,16 +238,16 @@ def test_client_disconnect_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
         assert backend.up and deployment.ask([number]) == [200]
 
 
-CAUSED: dict[str, tuple[Fault, int]] = {
-    "500": (Fault(status=500), 503),
-    "breaks off": (Fault(then="die", after=None), 503),
-    "error in the stream": (Fault(then="error", after=0), 500),
-    "ends without an id": (Fault(then="close", after=0), 500),
+CAUSED: dict[str, tuple[EngineFault, int]] = {
+    "500": (EngineFault(status=500), 503),
+    "breaks off": (EngineFault(then="die", after=None), 503),
+    "error in the stream": (EngineFault(then="error", after=0), 500),
+    "ends without an id": (EngineFault(then="close", after=0), 500),
 }
 
 
 @pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
-def test_failure_of_a_request_does_not_count(fault: Fault, status: int) -> None:
+def test_failure_of_a_request_does_not_count(fault: EngineFault, status: int) -> None:
     """It fails in the same way on two engines, and a third does not get it."""
     rule = Rule(failure_threshold=1)
     with ExitStack() as stack:
@@ -261,7 +266,7 @@ def test_failure_of_a_request_does_not_count(fault: Fault, status: int) -> None:
 
 
 @pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
-def test_failure_of_an_engine_counts(fault: Fault, status: int) -> None:
+def test_failure_of_an_engine_counts(fault: EngineFault, status: int) -> None:
     """Another one answers: the first was at fault, and its probe fails, too."""
     # Once down, it stays down: otherwise it would be detected again, without grammars.
     rule = replace(QUICK, probe_interval=0.2, open_seconds=60.0, max_open_seconds=60.0)

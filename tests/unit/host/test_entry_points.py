@@ -138,7 +138,7 @@ def test_part_must_fit_its_protocol(
 ARCHITECTURE = (Path(__file__).resolve().parents[3] / "docs" / "architecture.md").read_text("utf-8")
 
 
-def test_documented_example_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_documented_renderer_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its module and its entry point, as another package would have them."""
     (code,) = re.findall(r"```python\n(.*?)```", ARCHITECTURE, re.DOTALL)
     (group, value) = re.findall(
