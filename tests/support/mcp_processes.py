@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from loops import run
 
 from vllm_mlx_harmony.core.deltas import ToolFinished
@@ -37,6 +38,8 @@ def toolbox(servers: dict[str, dict[str, Any]], **limits: Any) -> Toolbox:
 def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60.0) -> Any:
     """The result of ``body`` while ``box`` runs. No task and no process may remain."""
 
+    children = partial(psutil.Process().children, recursive=True)
+
     async def start_and_stop() -> Any:
         before = len(asyncio.all_tasks())
         await box.start()
@@ -46,16 +49,10 @@ def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60
             await box.stop()
             assert len(asyncio.all_tasks()) == before
 
+    before = set(children())
     result = run(start_and_stop(), seconds)
-    assert not children()
+    assert set(children()) <= before
     return result
-
-
-def children() -> list[str]:
-    """The commands of tool servers that run as child processes."""
-    ps = ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="]
-    output = subprocess.run(ps, check=False, capture_output=True, text=True).stdout
-    return [line for line in output.splitlines() if str(SERVERS) in line]
 
 
 async def call_tool(

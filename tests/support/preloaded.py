@@ -74,7 +74,9 @@ class Forked:
         """The exit code, the negative number of a signal, or None while it runs."""
         return self._process.exitcode
 
-    poll = returncode.fget
+    def poll(self) -> int | None:
+        """The same, in a method as ``subprocess.Popen`` has it."""
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code, once there is one. Raises ``subprocess.TimeoutExpired``."""

@@ -83,16 +83,12 @@ def server(
     tools = tool_servers(server.pid)
     assert len(tools) == 3
     server.stop()
-    deadline = time.monotonic() + 10
-    while [pid for pid in tools if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert psutil.wait_procs(tools, 10)[1] == []
 
 
-def tool_servers(pid: int) -> list[int]:
+def tool_servers(pid: int) -> list[psutil.Process]:
     """The tool servers of process ``pid``."""
-    processes = psutil.Process(pid).children()
-    return [process.pid for process in processes if str(SERVERS) in process.cmdline()]
+    return [child for child in psutil.Process(pid).children() if str(SERVERS) in child.cmdline()]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
