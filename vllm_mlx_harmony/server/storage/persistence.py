@@ -49,13 +49,13 @@ class StoringEmitter:
         store: Store,
         conversations: Conversations,
     ) -> None:
-        self._tenant, self._responses, self._conversations = tenant, store, conversations
+        self._tenant, self._store, self._conversations = tenant, store, conversations
         self.request, self._info, self._context = parsed, info, context
         self._emitter = parsed.emitter(info, time.time)
-        self._last: list[Event] | None = None
-        self._before: dict[str, Any] = {}  # the response before its last delta
-        self._storing: asyncio.Future[None] | None = None
         self.forgotten = False
+        # From the last delta on; done when the response is stored.
+        self._last_events: asyncio.Future[list[Event]] | None = None
+        self._before: dict[str, Any] = {}  # the response before its last delta
 
     @property
     def key(self) -> ResourceKey:
@@ -74,36 +74,32 @@ class StoringEmitter:
 
     async def write_last(self, delta: Finished | Failed | None) -> list[Event]:
         """Stores the response, then returns its last events. ``None``: it was cancelled."""
-        if self._last is None:
+        if self._last_events is None:
             self._before = self._emitter.document()
-            self._last = self._emitter.cancel() if delta is None else self._emitter.feed(delta)
-            keeps = self.request.store and not self.forgotten
-            if keeps or self.request.conversation_id is not None:
-                self._storing = asyncio.ensure_future(in_thread(self._store, keeps))
-        if self._storing is not None:
-            await asyncio.wait({self._storing})  # a cancellation of this task does not stop it
-        return self._last
+            last = self._emitter.cancel() if delta is None else self._emitter.feed(delta)
+            self._last_events = asyncio.ensure_future(self._store_all(last))
+        await asyncio.wait({self._last_events})  # a cancellation of this task does not stop it
+        return self._last_events.result()
 
     async def forget(self) -> bool:
         """Keeps the response from being stored. Its readers still get all of it.
 
-        Returns false if it has ended; then it is stored, if it could be.
+        Returns whether this call did so. If the response has ended, it is stored by then, if it
+        could be.
         """
-        if self._last is None:
-            first = not self.forgotten
-            self.forgotten = True
-            return first
-        if self._storing is not None:
-            await asyncio.wait({self._storing})
-        return False
+        if self._last_events is not None:
+            await asyncio.wait({self._last_events})
+            return False
+        first, self.forgotten = not self.forgotten, True
+        return first
 
     def result(self) -> dict[str, Any]:
         return self._emitter.result()
 
     def document(self) -> dict[str, Any]:
         """The response as it is now. It does not end before it is stored."""
-        pending = self._storing is not None and not self._storing.done()
-        return self._before if pending else self._emitter.document()
+        ending = self._last_events is not None and not self._last_events.done()
+        return self._before if ending else self._emitter.document()
 
     def input_items(self) -> list[dict[str, Any]]:
         return self.request.input_items(self._info)
@@ -118,17 +114,20 @@ class StoringEmitter:
         messages = self.request.conversation(written, ended=ended)
         return StoredResponse(self.key.id, document, self.input_items(), messages, self.key.tenant)
 
-    def _store(self, keeps: bool) -> None:
-        """Adds to the conversation, and stores the response if it is to be kept.
+    async def _store_all(self, last: list[Event]) -> list[Event]:
+        """Adds to the conversation, and stores the response if it is to be kept. Returns its
+        ``last`` events.
 
         If that fails, the response still goes to its client. Its document then has ``store:
         false``, so that clients do not refer to it later.
         """
-        if problem := _problem(self._append):
+        keeps = self.request.store and not self.forgotten
+        if self.request.conversation_id is not None and (problem := await _problem(self._append)):
             logger.warning("the conversation of %s could not be stored: %s", self.key.id, problem)
-        if keeps and (problem := _problem(self._put)):
+        if keeps and (problem := await _problem(self._put)):
             logger.warning("the response %s could not be stored: %s", self.key.id, problem)
-            self._last = self._emitter.mark_not_stored(self._last or [])
+            last = self._emitter.mark_not_stored(last)
+        return last
 
     def _append(self) -> None:
         """Adds the input and the output to the conversation, if the response has ended well."""
@@ -138,14 +137,14 @@ class StoringEmitter:
             self._conversations.append(ResourceKey(conversation, self._tenant), items)
 
     def _put(self) -> None:
-        if not self._responses.put(self.stored()):
+        if not self._store.put(self.stored()):
             raise StoreError("it is larger than the store")
 
 
-def _problem(storing: Callable[[], None]) -> str:
+async def _problem(storing: Callable[[], None]) -> str:
     """Why ``storing`` fails; empty if it does not. Never raises: the answer itself is complete."""
     try:
-        storing()
+        await in_thread(storing)
     except HarmonyFailure as error:
         return error.message
     except Exception:
