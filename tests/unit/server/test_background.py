@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,6 +36,7 @@ from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.turn import Answer, Defaults, ResponseInfo, User
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import answer as answers
+from vllm_mlx_harmony.server.endpoint import retry_headers
 from vllm_mlx_harmony.server.front_end import Caller, FrontEnd, installed_in
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.responses.routes import COMPACT, RESPONSES
@@ -47,6 +47,7 @@ from vllm_mlx_harmony.server.storage.background import (
     BackgroundResponse,
     BackgroundResponses,
 )
+from vllm_mlx_harmony.server.storage.responses import Responses
 from vllm_mlx_harmony.server.storage.store import MemoryStore, ResourceKey, StoredResponse
 
 
@@ -79,14 +80,22 @@ def front_end(app: Starlette) -> FrontEnd:
     return installed_in(app)
 
 
-async def start_in(background: BackgroundResponses, job: Job) -> BackgroundResponse:
-    emitter: Any = job.emitter
-    return await background.start(job, emitter, begin)
+def background_responses(**limits: int) -> BackgroundResponses:
+    return BackgroundResponses(ServerSettings.read(), **limits)
+
+
+async def start_in(
+    background: BackgroundResponses | Responses, background_job: Job
+) -> BackgroundResponse:
+    emitter: Any = background_job.emitter
+    return await background.start(
+        emitter, lambda sink: begin(background_job, announced=True, sink=sink)
+    )
 
 
 async def start_background(front_end: FrontEnd) -> BackgroundResponse:
     """A background response that nobody else knows."""
-    return await start_in(BackgroundResponses(), job(storing_emitter(front_end, background=True)))
+    return await start_in(background_responses(), job(storing_emitter(front_end, background=True)))
 
 
 @pytest.fixture
@@ -183,12 +192,11 @@ def test_readers_are_pinged_during_silence(
     """While nothing is generated, each reader gets pings, unless the variable is 0."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", variable)
     generate_with(no_turn)
-    background_job = job(storing_emitter(front_end, background=True))
-    if not variable:
-        background_job = replace(background_job, server_settings=ServerSettings(ping_seconds=0.01))
+    settings = ServerSettings.read() if variable else ServerSettings(ping_seconds=0.01)
 
     async def test() -> None:
-        running = await start_in(BackgroundResponses(), background_job)
+        background_job = job(storing_emitter(front_end, background=True))
+        running = await start_in(BackgroundResponses(settings), background_job)
         for start in (0, 2):
             events = running.follow(start)
             received: list[Event] = []
@@ -213,7 +221,7 @@ def test_running_response_is_cancelled(
 
     async def test() -> None:
         background_job = job(storing_emitter(front_end, background=True))
-        running = await start_in(BackgroundResponses(), background_job)
+        running = await start_in(background_responses(), background_job)
         while len(running.events) < 6:
             await asyncio.sleep(0)
         await asyncio.gather(running.cancel(), running.cancel())
@@ -235,7 +243,7 @@ def test_queued_response_is_cancelled(
 
     async def test() -> None:
         background_job = job(storing_emitter(front_end, background=True))
-        running = await start_in(BackgroundResponses(), background_job)
+        running = await start_in(background_responses(), background_job)
         assert running.document["status"] == "queued"
         await running.cancel()
         assert background_job.lease.released
@@ -270,7 +278,7 @@ def test_response_cancelled_during_release_stays_completed(
     async def test() -> None:
         may_release = asyncio.Event()
         background_job = job(storing_emitter(front_end, background=True), may_release)
-        running = await start_in(BackgroundResponses(), background_job)
+        running = await start_in(background_responses(), background_job)
         await collect_events(running)
         assert not background_job.lease.released
         await running.cancel()
@@ -301,7 +309,7 @@ def test_response_without_last_events_has_failed(
             return feed(delta)
 
         monkeypatch.setattr(emitter._emitter, "feed", fail)
-        running = await start_in(BackgroundResponses(), job(emitter))
+        running = await start_in(background_responses(), job(emitter))
         events = await asyncio.wait_for(collect_events(running), 10)
         assert (events[-2].name, events[-1]) == ("response.failed", DONE)
         assert running.document["status"] == "failed"
@@ -317,7 +325,7 @@ def test_response_whose_cancellation_fails_has_failed(
     async def test() -> None:
         emitter = storing_emitter(front_end, background=True)
         monkeypatch.setattr(emitter._emitter, "cancel", lambda: 1 / 0)
-        running = await start_in(BackgroundResponses(), job(emitter))
+        running = await start_in(background_responses(), job(emitter))
         with pytest.raises(ZeroDivisionError):
             await running.cancel()
         assert running.document["status"] == "failed"
@@ -328,8 +336,7 @@ def test_response_whose_cancellation_fails_has_failed(
 async def start_until_written(front_end: FrontEnd, store: GatedStore) -> BackgroundResponse:
     store.may_write.clear()
     background_job = job(storing_emitter(front_end, background=True))
-    emitter: Any = background_job.emitter
-    running = await front_end.responses.start(background_job, emitter, begin)
+    running = await start_in(front_end.responses, background_job)
     assert await asyncio.to_thread(store.writing.wait, 60)
     return running
 
@@ -423,7 +430,7 @@ def test_oldest_responses_are_forgotten_beyond_max_events(
     generate_with(slowly)
 
     async def test() -> None:
-        background = BackgroundResponses(max_events=20)
+        background = background_responses(max_events=20)
         for number in range(4):
             emitter = storing_emitter(front_end, background=True)
             emitter._info = ResponseInfo(f"{number:020x}", 0, "m")
@@ -443,7 +450,7 @@ def test_oldest_responses_are_forgotten_beyond_max_bytes(
     generate_with(at_once)
 
     async def test() -> None:
-        background = BackgroundResponses(max_bytes=300_000)
+        background = background_responses(max_bytes=300_000)
         for number in range(4):
             emitter = storing_emitter(
                 front_end, background=True, instructions="x" * 20_000, input="y" * 50_000
@@ -468,7 +475,7 @@ def test_completed_response_keeps_only_its_documents(
         emitter = storing_emitter(front_end, background=True)
         background_job = job(emitter)
         references = [weakref.ref(background_job.lease), weakref.ref(emitter)]
-        running = await start_in(BackgroundResponses(), background_job)
+        running = await start_in(background_responses(), background_job)
         del background_job, emitter
         await asyncio.sleep(0.01)
         await running.cancel()
@@ -499,13 +506,13 @@ def test_background_responses_are_bounded_in_total(
             emitter._info = ResponseInfo(f"{number:020x}", 0, "m")
             return await start_in(background, job(emitter))
 
-        background = BackgroundResponses()
+        background = background_responses()
         first = await start_another(1)
         second = await start_another(2)
         with pytest.raises(HostError) as full:
             await start_another(3)
         assert (full.value.status, full.value.code) == (503, "background_full")
-        assert full.value.retry_after
+        assert retry_headers(full.value)
         await second.cancel()
         await collect_events(first)
         await (await start_another(4)).cancel()

@@ -74,7 +74,9 @@ async def _create(leased_request: LeasedTurnRequest) -> Response:
     if not emitter.request.background:
         return await respond(leased_request, job)
     front_end = leased_request.front_end
-    response = await front_end.responses.start(job, emitter, leased_request.start_answer)
+    response = await front_end.responses.start(
+        emitter, lambda sink: leased_request.start_answer(job, announced=True, sink=sink)
+    )
     if job.stream:
         return EventStream(leased_request.http_request, response.follow())
     document = response.document

@@ -10,14 +10,12 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from json import loads
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode_in_chunks
 from vllm_mlx_harmony.protocols.responses import resource
-from vllm_mlx_harmony.server.answer import Answer
-from vllm_mlx_harmony.server.endpoint import RETRY_SECONDS
-from vllm_mlx_harmony.server.generation import Job
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
 from vllm_mlx_harmony.server.storage.store import ResourceKey, parse_written
 from vllm_mlx_harmony.tasks import in_thread
@@ -36,8 +34,14 @@ TURN_BYTES = 64 * 1024
 """Minimum size of a running response, including its prompt."""
 
 
+class Closable(Protocol):
+    """The answer that writes a response (`answer.Answer`)."""
+
+    async def aclose(self) -> None: ...
+
+
 class BackgroundResponse:
-    """A background response.
+    """A background response, and the sink of its answer.
 
     ``events`` has all events so far; the index of an event is its ``sequence_number``. ``bytes`` is
     the size that remains when the response has ended. A running response also has the request,
@@ -47,10 +51,10 @@ class BackgroundResponse:
 
     def __init__(
         self,
-        job: Job,
         emitter: StoringEmitter,
-        start_answer: Callable[..., Answer],
+        start: Callable[[BackgroundResponse], Closable],
         written_input: str,
+        ping_seconds: float,
     ) -> None:
         self.key = emitter.key
         self.events: list[Event] = []
@@ -59,11 +63,10 @@ class BackgroundResponse:
         self.bytes = len(self._input)
         self._more = asyncio.Event()
         # ``None`` when the response has ended, so that only its events stay in memory.
-        self._generating: tuple[Answer, StoringEmitter] | None = None
+        self._generating: tuple[Closable, StoringEmitter] | None = None
         self.append(emitter.create())
-        self._pings_after = job.server_settings.ping_seconds
-        answer = start_answer(job, announced=True, sink=self)
-        self._generating = answer, emitter
+        self._ping_seconds = ping_seconds
+        self._generating = start(self), emitter
 
     @property
     def done(self) -> bool:
@@ -102,7 +105,8 @@ class BackgroundResponse:
             if self.done:
                 return
             try:
-                await asyncio.wait_for(self._more.wait(), self._pings_after or None)
+                async with asyncio.timeout(self._ping_seconds or None):
+                    await self._more.wait()
             except TimeoutError:
                 yield resource.running_event(self.document, start - 1)
 
@@ -152,14 +156,16 @@ class BackgroundResponses:
     for a while.
     """
 
-    def __init__(self, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES) -> None:
-        self._max_events, self._max_bytes = max_events, max_bytes
+    def __init__(
+        self, settings: ServerSettings, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self._settings, self._max_events, self._max_bytes = settings, max_events, max_bytes
         self._all: OrderedDict[ResourceKey, BackgroundResponse] = OrderedDict()
 
     async def start(
-        self, job: Job, emitter: StoringEmitter, start_answer: Callable[..., Answer]
+        self, emitter: StoringEmitter, start: Callable[[BackgroundResponse], Closable]
     ) -> BackgroundResponse:
-        """Starts the response of ``emitter``, and with ``start_answer`` the answer to ``job``.
+        """Starts the response of ``emitter``; ``start`` starts the answer, whose sink it is.
 
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
         """
@@ -172,14 +178,13 @@ class BackgroundResponses:
             if ended.deleted or events > self._max_events or size > self._max_bytes:
                 del self._all[ended.key]
         bytes_taken = sum(answer.bytes_taken for answer in self._all.values() if not answer.done)
-        if bytes_taken > job.server_settings.background_bytes:
+        if bytes_taken > self._settings.background_bytes:
             raise HostError(
                 "background responses already use all the memory reserved for them; "
                 "try again later",
                 code="background_full",
-                retry_after=RETRY_SECONDS,
             )
-        running = BackgroundResponse(job, emitter, start_answer, written_input)
+        running = BackgroundResponse(emitter, start, written_input, self._settings.ping_seconds)
         self._all[running.key] = running
         return running
 

@@ -13,14 +13,13 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
-from vllm_mlx_harmony.server.answer import Answer
-from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.storage.background import (
     AT_ONCE,
     BackgroundResponse,
     BackgroundResponses,
+    Closable,
 )
 from vllm_mlx_harmony.server.storage.conversations import Conversations
 from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
@@ -35,7 +34,7 @@ class Responses:
     def __init__(self, sharing: Sharing, settings: ServerSettings) -> None:
         self._sharing, self._ping_seconds = sharing, settings.ping_seconds
         self.conversations = Conversations(sharing.store)
-        self._background = BackgroundResponses()
+        self._background = BackgroundResponses(settings)
         self._emitters: WeakValueDictionary[ResourceKey, StoringEmitter] = WeakValueDictionary()
         """Those of running responses, and of some that have ended."""
 
@@ -59,16 +58,16 @@ class Responses:
         return emitter
 
     async def start(
-        self, job: Job, emitter: StoringEmitter, start_answer: Callable[..., Answer]
+        self, emitter: StoringEmitter, start: Callable[[BackgroundResponse], Closable]
     ) -> BackgroundResponse:
-        """Starts a background response, and tells other servers. ``start_answer`` is the method of
-        the job's `LeasedRequest`.
+        """Starts the background response of ``emitter``, and tells other servers. ``start`` starts
+        the answer, whose sink it is.
 
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
         """
         try:
             await self._sharing.announce(emitter.stored)
-            response = await self._background.start(job, emitter, start_answer)
+            response = await self._background.start(emitter, start)
         except BaseException:
             await self._sharing.withdraw(emitter.key)
             raise
