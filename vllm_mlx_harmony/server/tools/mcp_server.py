@@ -46,7 +46,8 @@ FIRST_PAUSE, MAX_PAUSE = 0.5, 60.0
 doubles each time."""
 
 STEADY_SECONDS = 30.0
-"""Duration of a connection in seconds after which the pause starts at ``FIRST_PAUSE`` again."""
+"""Duration of a connection in seconds, once its tools are listed, after which the pause starts at
+``FIRST_PAUSE`` again."""
 
 START_TIMEOUT = 60.0
 """Seconds within which a server must be ready. Its command may download it first."""
@@ -58,18 +59,60 @@ NO_RESPONSE = "it does not respond"
 CONNECTION_LOST = "its connection was lost"
 
 
-class ConnectionState(Enum):
+class State(Enum):
     STOPPED = "stopped"
-    """Not started, or stopped. Started, it is ``CONNECTING``."""
+    """Not started, or stopped."""
     CONNECTING = "connecting"
-    """An attempt to connect runs. Then the server is ``READY``, or ``LOST``."""
+    """An attempt to connect runs."""
     READY = "ready"
-    """Its tools can be called."""
+    """The tools can be called."""
     UNRESPONSIVE = "unresponsive"
-    """A call has timed out. If the server still lists its tools, it is ``READY`` again, and
-    otherwise ``LOST``."""
+    """A call has timed out, and the tools are listed again to find out whether the server lives."""
     LOST = "lost"
-    """The connection has ended, or the attempt has failed. After a pause it is ``CONNECTING``."""
+    """The connection has ended, or the attempt has failed; the next one begins after a pause."""
+
+
+class Trigger(Enum):
+    """Causes a transition. Several tasks do, so most triggers may come when it is too late."""
+
+    CONNECT = "connect"
+    """An attempt to connect begins."""
+    LISTED = "listed"
+    """The server has listed its tools."""
+    TIMED_OUT = "timed_out"
+    """A call has timed out."""
+    LOSE = "lose"
+    """The connection ends, or the attempt fails."""
+    STOP = "stop"
+    """Nothing is to be connected any more."""
+
+
+TRANSITIONS: dict[State, dict[Trigger, State]] = {
+    State.STOPPED: {
+        Trigger.CONNECT: State.CONNECTING,
+    },
+    State.CONNECTING: {
+        Trigger.LISTED: State.READY,
+        Trigger.LOSE: State.LOST,
+        Trigger.STOP: State.STOPPED,
+    },
+    State.READY: {
+        Trigger.LISTED: State.READY,
+        Trigger.TIMED_OUT: State.UNRESPONSIVE,
+        Trigger.LOSE: State.LOST,
+        Trigger.STOP: State.STOPPED,
+    },
+    State.UNRESPONSIVE: {
+        Trigger.LISTED: State.READY,
+        Trigger.LOSE: State.LOST,
+        Trigger.STOP: State.STOPPED,
+    },
+    State.LOST: {
+        Trigger.CONNECT: State.CONNECTING,
+        Trigger.STOP: State.STOPPED,
+    },
+}
+"""The state that each trigger leads to. Any other trigger comes too late, and has no effect."""
 
 
 def check_package() -> None:
@@ -111,7 +154,7 @@ class McpServer:
         self._http, self._start_timeout = http, start_timeout
         self._info, self._warning = log or logging.INFO, log or logging.WARNING
         self.tools: tuple[Tool, ...] = ()
-        self._state = ConnectionState.STOPPED
+        self._state = State.STOPPED
         self._reason = "it is not started"  # why there is no connection
         self._client: Client | None = None
         self._check = asyncio.Event()  # the tools may have changed, or the server may have died
@@ -131,9 +174,9 @@ class McpServer:
     @property
     def problem(self) -> str:
         match self._state:
-            case ConnectionState.READY:
+            case State.READY:
                 return ""
-            case ConnectionState.UNRESPONSIVE:
+            case State.UNRESPONSIVE:
                 return NO_RESPONSE
             case _:
                 return self._reason
@@ -149,7 +192,7 @@ class McpServer:
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
-            self._disconnected(ConnectionState.STOPPED, "it is stopped")
+            self._disconnect(Trigger.STOP, "it is stopped")
             self._tried.set()
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -169,8 +212,7 @@ class McpServer:
         return ToolResult(text_of(result), bool(result.is_error))
 
     def call_timed_out(self) -> None:
-        if self._state is ConnectionState.READY:
-            self._state = ConnectionState.UNRESPONSIVE
+        if self._move(Trigger.TIMED_OUT):
             self._check.set()
 
     def _without_urls(self, text: str) -> str:
@@ -178,12 +220,21 @@ class McpServer:
 
     # --- The connection
 
+    def _move(self, trigger: Trigger) -> bool:
+        """Takes the transition of ``trigger``; returns whether there is one."""
+        following = TRANSITIONS[self._state].get(trigger)
+        self._state = following or self._state
+        return following is not None
+
+    def _disconnect(self, trigger: Trigger, reason: str) -> None:
+        if self._move(trigger):
+            self._client, self.tools, self._reason = None, (), reason
+
     async def _keep_connected(self) -> None:
         pause = FIRST_PAUSE
         loop = asyncio.get_running_loop()
         while True:
-            began = loop.time()
-            self._state = ConnectionState.CONNECTING
+            self._move(Trigger.CONNECT)
             ready = loop.create_future()
             connection = asyncio.create_task(
                 self._connected(ready), name=f"mcp {self.label} connection"
@@ -195,7 +246,7 @@ class McpServer:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if not (connection.done() or ready.done()):
-                    self._disconnected(ConnectionState.LOST, NO_RESPONSE)
+                    self._disconnect(Trigger.LOSE, NO_RESPONSE)
                     self._tried.set()  # it may take long to close
                     connection.cancel()
                 await asyncio.wait({connection})
@@ -203,27 +254,19 @@ class McpServer:
                 connection.cancel()
                 await asyncio.wait({connection})
             error = None if connection.cancelled() else connection.exception()
+            self._disconnect(Trigger.LOSE, CONNECTION_LOST)
             if error is not None:
-                self._disconnected(ConnectionState.LOST, self._without_urls(_reason(error)))
-            elif not self._is_lost():
-                self._disconnected(ConnectionState.LOST, CONNECTION_LOST)
+                self._reason = self._without_urls(_reason(error))
             self._tried.set()
-            if loop.time() - began > STEADY_SECONDS:
+            if ready.done() and loop.time() - ready.result() > STEADY_SECONDS:
                 pause = FIRST_PAUSE
             message = "tool server %s: %s; reconnecting in %.1f s"
             logger.log(self._warning, message, self.label, self.problem, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE)
 
-    def _is_lost(self) -> bool:
-        return self._state is ConnectionState.LOST
-
-    def _disconnected(self, state: ConnectionState, reason: str) -> None:
-        self._state, self._reason = state, reason
-        self._client, self.tools = None, ()
-
-    async def _connected(self, ready: asyncio.Future[None]) -> None:
-        """One connection, until it is lost. Once its tools can be called, it is ``ready``."""
+    async def _connected(self, ready: asyncio.Future[float]) -> None:
+        """One connection, until it is lost. Sets ``ready`` to the time when it is ``READY``."""
         from mcp import Client
         from mcp_types import ToolListChangedNotification
 
@@ -243,33 +286,30 @@ class McpServer:
         async with Client(self._watched(), message_handler=on_message, cache=None) as client:
             self._version = client.protocol_version
             tools = await self._list_tools(client)
-            if self._is_lost():  # the server has closed the connection meanwhile
+            if not self._move(Trigger.LISTED):  # the server has closed the connection meanwhile
                 return
-            self._state, self._client, self.tools = ConnectionState.READY, client, tools
+            self._client, self.tools = client, tools
             names = ", ".join(tool.name for tool in tools)
             logger.log(self._info, "tool server %s: %s", self.label, names or "no tools")
-            ready.set_result(None)
+            ready.set_result(asyncio.get_running_loop().time())
             self._tried.set()
             listening = asyncio.create_task(listen())
             try:
-                while not self._is_lost():
-                    await self._check.wait()
+                await self._check.wait()
+                while self._client is client:
                     self._check.clear()
-                    if not self._is_lost():
-                        await self._list_again(client)
+                    await self._list_again(client)
+                    await self._check.wait()
             finally:
-                if not self._is_lost():
-                    self._disconnected(ConnectionState.LOST, CONNECTION_LOST)
+                self._disconnect(Trigger.LOSE, CONNECTION_LOST)
                 listening.cancel()
                 await asyncio.wait({listening})
 
     async def _list_again(self, client: Client) -> None:
         """Updates the tools. Raises if the server does not answer any more."""
-        tools = await asyncio.wait_for(self._list_tools(client), self.timeout)
-        if self._is_lost():
-            return
-        self._state = ConnectionState.READY
-        if tools != self.tools:
+        async with asyncio.timeout(self.timeout):
+            tools = await self._list_tools(client)
+        if self._move(Trigger.LISTED) and tools != self.tools:
             self.tools = tools
             names = ", ".join(tool.name for tool in tools) or "none"
             changed = "the tools of the tool server %s have changed: %s"
@@ -290,8 +330,7 @@ class McpServer:
                         async for message in received:
                             await self._leave_out_malformed_tools(message)
                             await passed_on.send(message)
-                if not self._is_lost():
-                    self._disconnected(ConnectionState.LOST, CONNECTION_LOST)
+                self._disconnect(Trigger.LOSE, CONNECTION_LOST)
                 self._check.set()
 
             async with anyio.create_task_group() as group:

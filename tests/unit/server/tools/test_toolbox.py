@@ -26,6 +26,7 @@ from vllm_mlx_harmony.core.deltas import ToolFinished
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.server.settings import Use
+from vllm_mlx_harmony.server.tools import mcp_server
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, read
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, malformed_tools
 from vllm_mlx_harmony.server.tools.tool_server import ToolResult
@@ -160,6 +161,40 @@ def test_start_returns_while_a_silent_server_is_still_closed() -> None:
         return server.problem
 
     assert within(box, problem) == "it does not respond"
+
+
+@pytest.mark.parametrize(
+    ("connects", "pauses"),
+    [(False, [0.01, 0.02, 0.04]), (True, [0.01, 0.01, 0.01])],
+    ids=["attempts", "connections"],
+)
+def test_only_a_steady_connection_resets_the_pause(
+    connects: bool,
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An attempt to connect may take longer than a connection that counts as steady."""
+    monkeypatch.setattr(mcp_server, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(mcp_server, "STEADY_SECONDS", 0.01)
+    server = McpServer("short", ServerConfig(command=sys.executable), 600.0)
+
+    async def connected(ready: asyncio.Future[float]) -> None:
+        if connects:
+            ready.set_result(asyncio.get_running_loop().time())
+        await asyncio.sleep(0.02)
+
+    monkeypatch.setattr(server, "_connected", connected)
+
+    def logged() -> list[Any]:
+        return [record.args[-1] for record in caplog.records if record.args]
+
+    async def several_attempts() -> None:
+        await wait_until_async(lambda: len(logged()) >= 3, "the third pause")
+
+    with caplog.at_level("WARNING", mcp_server.__name__):
+        within(Toolbox([server], ToolsConfig(), Use.ON), several_attempts)
+    assert logged()[:3] == pauses
 
 
 @pytest.mark.nightly
