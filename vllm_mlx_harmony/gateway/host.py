@@ -98,8 +98,9 @@ class Gateway:
             watching = asyncio.ensure_future(watch(http, self.fleet))
             try:
                 # Engines are detected before it listens, so that first requests need no retry.
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._all_probed(), timeout=10.0)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(10.0):
+                        await self._all_probed()
                 backends = self.fleet.backends
                 if all(
                     backend.engine is None and backend.problem != NOT_FOUND for backend in backends

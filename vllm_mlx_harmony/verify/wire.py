@@ -257,8 +257,9 @@ async def waiting(trial: Trial) -> None:
 async def kept(trial: Trial) -> None:
     """Cancels a prompt before the first text, as clients do that have a timeout and try again."""
     ask = lengthy(trial, DRAFT)
-    with suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(trial.collected(ask), CANCEL_AFTER_SECONDS)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(CANCEL_AFTER_SECONDS):
+            await trial.collected(ask)
         raise Unsupported("the prompt was computed before it could be cancelled")
     used = (await trial.answer(ask)).usage
     if used.cached is None:

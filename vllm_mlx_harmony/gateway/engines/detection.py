@@ -174,7 +174,8 @@ async def _grammars(engine: HttpEngine) -> Capabilities:
 async def first_id(engine: HttpEngine, seconds: float) -> None:
     """Makes the engine generate an id. Raises ``EngineUnavailable`` if it does not."""
     try:
-        await asyncio.wait_for(_first_id(engine, None, refused=False), seconds)
+        async with asyncio.timeout(seconds):
+            await _first_id(engine, None, refused=False)
     except TimeoutError as error:
         problem = f"it generates nothing: no id came within {seconds:.0f} seconds of a trial"
         raise EngineSilent(problem) from error

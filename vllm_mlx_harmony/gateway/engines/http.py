@@ -305,9 +305,10 @@ async def _cached_at_end(steps: Steps) -> int:
     takes long.
     """
     cached = 0
-    with suppress(StopAsyncIteration, asyncio.TimeoutError, OutputError):
+    with suppress(StopAsyncIteration, TimeoutError, OutputError):
         while True:
-            step = await asyncio.wait_for(anext(steps), END_SECONDS)
+            async with asyncio.timeout(END_SECONDS):
+                step = await anext(steps)
             if step.ids:
                 break
             cached = max(cached, step.cached_tokens)

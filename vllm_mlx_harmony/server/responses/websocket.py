@@ -141,7 +141,6 @@ class ResponsesSocket:
     async def _answer_all(self) -> None:
         with suppress(WebSocketDisconnect):  # while an event is sent
             while True:
-                # Not wait_for, which can swallow a cancellation up to Python 3.11.
                 with anyio.move_on_after(self._until - time.monotonic()) as waiting:
                     text = await self._waiting.get()
                 if waiting.cancelled_caught:

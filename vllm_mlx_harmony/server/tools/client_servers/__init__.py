@@ -181,8 +181,9 @@ class ConnectedServer:
     async def stop(self) -> None:
         server, self._server = self._server, None
         if server is not None:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(server.stop(), CLOSE_TIMEOUT)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT):
+                    await server.stop()
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         return await (await self._connection()).call(tool, arguments)

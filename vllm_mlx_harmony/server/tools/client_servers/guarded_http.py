@@ -195,9 +195,8 @@ async def _addresses(host: str, port: int, *, private: bool) -> list[str]:
     """The allowed addresses of ``host``. Raises ``httpx2.ConnectError``."""
     loop = asyncio.get_running_loop()
     try:
-        found = await asyncio.wait_for(
-            loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), CONNECT_TIMEOUT
-        )
+        async with asyncio.timeout(CONNECT_TIMEOUT):
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (TimeoutError, OSError, UnicodeError) as error:
         raise httpx2.ConnectError("its host name cannot be resolved") from error
     every = list(dict.fromkeys(str(entry[4][0]) for entry in found))
