@@ -16,8 +16,6 @@ the trace that the request's headers name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Usage
@@ -26,13 +24,13 @@ from vllm_mlx_harmony.engine_api.engine import Step
 from vllm_mlx_harmony.server.endpoint import failure_of
 from vllm_mlx_harmony.server.observer import ObservedRequest, Observer, ObserverFactory
 
-if TYPE_CHECKING or find_spec("opentelemetry"):
+try:
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    INSTALLED = True
-else:
+except ImportError:
     INSTALLED = False
+else:
+    INSTALLED = True
 
 NAME = "vllm_mlx_harmony"
 
