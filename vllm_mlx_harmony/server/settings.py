@@ -51,13 +51,6 @@ STORE_VARIABLE = variable("store")
 # --- Readers of the text of a variable, which is not empty. They raise ``ValueError``.
 
 
-def _positive(text: str) -> int:
-    """A number from 1; like a size, it may have a unit."""
-    if (value := parse_size(text)) < 1:
-        raise ValueError(f"{text!r} is less than 1")
-    return value
-
-
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -73,6 +66,12 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{text!r} is not a number")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if (value := _count(text)) < 1:
+        raise ValueError(f"{text!r} is less than 1")
+    return value
 
 
 def _switch(text: str) -> bool:

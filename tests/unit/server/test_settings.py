@@ -69,6 +69,7 @@ INVALID: list[tuple[str, str, str]] = [
     ("queue", "0", "'0' is less than 1"),
     ("pause_ms", "0", "'0' is less than 1"),
     ("store_seconds", "0", "'0' is less than 1"),
+    ("store_seconds", "1K", "'1K' is not a number"),
     ("replay", "64M", "'64M' is not a number"),
     ("reasoning_budget", "-1", "'-1' is not a number"),
     ("reasoning_budget", "many", "'many' is not a number"),
