@@ -54,8 +54,11 @@ DIED, TIMED_OUT = "died", "timed out"
 """In place of a child's answer. Wall-clock time is exceeded first if the child got less than half
 of a processor, and then nothing is known about the grammar."""
 
+# As in `core.vocab`, which is not imported here; `_HARMONY` has the ids of Harmony's own tokens.
 _VOCABULARY = 201_088
 _FIRST_CONTROL = 199_998
+_END_OF_TEXT = 199_999
+_HARMONY = range(200_002, 200_013)
 
 
 def main(nice: int) -> None:
@@ -126,7 +129,7 @@ def _problem(tokenizer: LLTokenizer, question: dict[str, Any]) -> str:
     return problem.partition("\n")[0]
 
 
-_CANDIDATES = (*range(256), *range(200_002, 200_013))
+_CANDIDATES = (*range(256), *_HARMONY)
 
 
 def _tokenizer() -> LLTokenizer:
@@ -140,7 +143,7 @@ class _Bytes:
 
     is_tokenizer_wrapper = True
     bos_token_id = None
-    eos_token_id = 199_999
+    eos_token_id = _END_OF_TEXT
     special_token_ids = range(_FIRST_CONTROL, _VOCABULARY)
 
     def __init__(self) -> None:

@@ -18,6 +18,8 @@ import pytest
 from grammar_texts import LARK, Schema, grammar, multiple_of
 from waiting import wait_until
 
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.server import grammar_checks, grammar_process
 from vllm_mlx_harmony.server.grammar_checks import (
     LIMIT_EXCEEDED,
@@ -273,3 +275,11 @@ def test_process_imports_only_library() -> None:
     assert packages - sys.stdlib_module_names - {"__main__"} == {"llguidance", "vllm_mlx_harmony"}
     ours = {name for name in imported if name.startswith("vllm_mlx_harmony.")}
     assert ours == {"vllm_mlx_harmony.server", "vllm_mlx_harmony.server.grammar_process"}
+
+
+def test_control_tokens_have_their_real_ids() -> None:
+    tokenizer = grammar_process._Bytes()
+    assert len(tokenizer.tokens) == VOCAB_SIZE
+    assert tokenizer.special_token_ids.start == vocab.STARTOFTEXT
+    assert tokenizer.eos_token_id == vocab.ENDOFTEXT
+    assert range(vocab.RETURN, vocab.CALL + 1) == grammar_process._HARMONY
