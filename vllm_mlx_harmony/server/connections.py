@@ -139,7 +139,7 @@ class OncePerSecond(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last = 0.0
+        self._last = -inf
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

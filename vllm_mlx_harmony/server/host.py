@@ -65,6 +65,8 @@ class Lease:
 
     Used as a context manager, it is released at the end of the block, unless ``hand_over`` was
     called: then whoever took it over releases it. Later releases have no effect.
+
+    ``tenant`` is that of the API key, or of a gateway's client once its request is read (`ids`).
     """
 
     engine: Engine

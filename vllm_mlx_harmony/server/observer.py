@@ -74,7 +74,7 @@ class Observer(Protocol):
 ObserverFactory: TypeAlias = Callable[[ObservedRequest], Observer]
 
 
-_METHODS = ("prompt", "step", "tool", "events", "whole", "ended")
+_METHODS = tuple(name for name in vars(Observer) if not name.startswith("_"))
 
 
 def make_observers(

@@ -131,6 +131,7 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
         addresses = await _addresses(host, port_of(request.url), private=self._private)
         headers = request.headers.copy()
         headers["Accept-Encoding"] = "identity"
+        failure: Exception = httpx2.ConnectError("its host has no address")
         for address in addresses:
             url = request.url.copy_with(host=address)
             direct = httpx2.Request(
@@ -142,9 +143,8 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
             )
             try:
                 response = await super().handle_async_request(direct)
-            except (httpx2.ConnectError, httpx2.ConnectTimeout):
-                if address == addresses[-1]:
-                    raise
+            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+                failure = error
                 continue
             if response.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
                 await response.aclose()
@@ -155,7 +155,7 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
                 stream=_Bounded(response, self),
                 extensions=response.extensions,
             )
-        raise httpx2.ConnectError("its host has no address")
+        raise failure
 
     def count(self, size: int) -> None:
         """Raises ``httpx2.ReadError`` if all responses together are too long."""
