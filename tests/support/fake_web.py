@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 from vllm_mlx_harmony.server.tools.browser.browser import Browser
 from vllm_mlx_harmony.server.tools.browser.engines import engine_of
 from vllm_mlx_harmony.server.tools.browser.fetching import Fetcher
-from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
+from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern
 
 HTML = "text/html; charset=utf-8"
 

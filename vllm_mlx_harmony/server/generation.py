@@ -44,7 +44,7 @@ from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
 from vllm_mlx_harmony.server.observer import Observer, watched
 from vllm_mlx_harmony.server.settings import ServerSettings
-from vllm_mlx_harmony.server.tools.turn_tools import TurnTools
+from vllm_mlx_harmony.server.turn_tools import TurnTools
 from vllm_mlx_harmony.tasks import wait_until_done
 
 logger = logging.getLogger("vllm_mlx_harmony")

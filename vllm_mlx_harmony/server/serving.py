@@ -59,7 +59,7 @@ from vllm_mlx_harmony.server.streams import (
     unless_disconnected,
 )
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
-from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
+from vllm_mlx_harmony.server.turn_tools import TurnTools, with_tools
 from vllm_mlx_harmony.tasks import in_thread
 
 T = TypeVar("T")

@@ -25,13 +25,13 @@ from vllm_mlx_harmony.core.pages import read_page
 from vllm_mlx_harmony.core.turn import WebLimits
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools import browser as package
+from vllm_mlx_harmony.server.tools import guarded_http
 from vllm_mlx_harmony.server.tools.browser import browser, engines, fetching
 from vllm_mlx_harmony.server.tools.browser.engines import Hit, JsonEngine, engine_of
 from vllm_mlx_harmony.server.tools.browser.fetching import Fetched, Fetcher
 from vllm_mlx_harmony.server.tools.browser.reading import MAX_LINES, read
-from vllm_mlx_harmony.server.tools.client_servers import guarded_http
-from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig
+from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern
 from vllm_mlx_harmony.server.tools.tool_server import ToolError
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 

@@ -37,14 +37,10 @@ from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
-from vllm_mlx_harmony.server.tools import client_servers
-from vllm_mlx_harmony.server.tools.client_servers import (
-    TOOL_URLS_VARIABLE,
-    ClientServers,
-    guarded_http,
-)
-from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern, is_public
+from vllm_mlx_harmony.server.tools import client_servers, guarded_http
+from vllm_mlx_harmony.server.tools.client_servers import TOOL_URLS_VARIABLE, ClientServers
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig
+from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern, is_public
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer
 from vllm_mlx_harmony.server.tools.tool_server import ToolError
 from vllm_mlx_harmony.server.tools.toolbox import REQUEST_SERVERS, Toolbox

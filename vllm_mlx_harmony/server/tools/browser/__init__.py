@@ -1,9 +1,9 @@
 """A browser for the model: web search, and pages as text, in the form known to gpt-oss.
 
 ``--web-search`` enables it. `engines` asks a search engine, `fetching` reads a page through the
-guard of `client_servers.guarded_http`, `reading` turns it into lines and links, and `browser` is
-the ``ToolServer``: it shows results under cursors (`core.pages`), of which each conversation has
-its own. Nothing is stored but a cache of pages.
+guard of `guarded_http`, `reading` turns it into lines and links, and `browser` is the
+``ToolServer``: it shows results under cursors (`core.pages`), of which each conversation has its
+own. Nothing is stored but a cache of pages.
 
 Pages are data from strangers. They can be endless, malformed or hostile, and may try to instruct
 the model. So everything is bounded: bytes, seconds, redirects, lines. Control tokens in a page are
@@ -40,7 +40,7 @@ def of(settings: ServerSettings) -> Browser:
     from vllm_mlx_harmony.server.tools.browser.browser import Browser
     from vllm_mlx_harmony.server.tools.browser.engines import engine_of
     from vllm_mlx_harmony.server.tools.browser.fetching import Fetcher
-    from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
+    from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern
 
     intranet = [UrlPattern.read(pattern) for pattern in settings.web_intranet]
     return Browser(engine_of(settings.web_search), Fetcher(intranet))

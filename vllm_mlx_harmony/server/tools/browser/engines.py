@@ -24,7 +24,7 @@ from urllib.parse import urlencode, urlsplit
 import httpx2
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.server.tools.client_servers import guarded_http
+from vllm_mlx_harmony.server.tools import guarded_http
 from vllm_mlx_harmony.server.tools.tool_server import ToolError
 
 SECONDS = 15.0

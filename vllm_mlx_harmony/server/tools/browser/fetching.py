@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 
 import httpx2
 
-from vllm_mlx_harmony.server.tools.client_servers import guarded_http
-from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
+from vllm_mlx_harmony.server.tools import guarded_http
+from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern
 from vllm_mlx_harmony.server.tools.tool_server import ToolError
 
 SECONDS = 20.0

@@ -31,7 +31,7 @@ from vllm_mlx_harmony.server.tools.tool_server import ToolError, ToolResult, Too
 if TYPE_CHECKING:
     import httpx2
 
-    from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
+    from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern
 
 TOOL_URLS_VARIABLE = variable("tool_urls")
 
@@ -71,7 +71,7 @@ class ClientServers:
                 f"{TOOL_URLS_VARIABLE} has no effect without {config.TOOLS_VARIABLE}=on"
             )
         check_package()
-        from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
+        from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern
 
         return cls([UrlPattern.read(text) for text in texts], timeout)
 
@@ -196,7 +196,7 @@ class ConnectedServer:
         """The connection, which is made when it is first needed. Raises ``ToolError``."""
         async with self._connecting:
             if self._server is None:
-                from vllm_mlx_harmony.server.tools.client_servers import guarded_http
+                from vllm_mlx_harmony.server.tools import guarded_http
 
                 headers = self._requested.headers
                 sse = self._url.path.rstrip("/").endswith("/sse")
