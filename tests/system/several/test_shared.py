@@ -28,10 +28,10 @@ from vllm_mlx_harmony.gateway.shared_limit import acquire_slot, add, remove, ren
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.front_end import FrontEnd, open_sharing
-from vllm_mlx_harmony.server.peers import answers as peers_answers
 from vllm_mlx_harmony.server.peers import connection as shared
-from vllm_mlx_harmony.server.peers.answers import Command, Directory, Heartbeat
+from vllm_mlx_harmony.server.peers import directory as answer_directory
 from vllm_mlx_harmony.server.peers.connection import Connection, PeersError, connect
+from vllm_mlx_harmony.server.peers.directory import Command, Directory, Heartbeat
 from vllm_mlx_harmony.server.peers.sharing import RedisSharing
 from vllm_mlx_harmony.server.peers.store import SharedStore
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
@@ -292,7 +292,7 @@ def test_follower_at_another_server_gets_heartbeats(
     directory, stored = Directory(connection), CountingStore(connection)
     name = KEPT.key
     created = Event('{"sequence_number":0}', "response.created")
-    monkeypatch.setattr(peers_answers, "EXPIRY_SECONDS", 3600)  # however slow the machine is
+    monkeypatch.setattr(answer_directory, "EXPIRY_SECONDS", 3600)  # however slow the machine is
     sharing = RedisSharing(connection)
     sharing.store = stored
     responses = Responses(sharing, ServerSettings(ping_seconds=seconds))

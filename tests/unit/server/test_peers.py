@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("starlette")
 
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
-from vllm_mlx_harmony.server.peers import answers
-from vllm_mlx_harmony.server.peers.answers import Command, Heartbeat
+from vllm_mlx_harmony.server.peers import directory as answer_directory
+from vllm_mlx_harmony.server.peers.directory import Command, Heartbeat
 
 ANSWER = AnswerKey("abc", "somebody")
 
@@ -60,7 +60,7 @@ def test_answer_between_heartbeats_can_be_cancelled(
         assert heartbeat._task is not None
         await asyncio.wait_for(heartbeat._task, 60)
 
-    monkeypatch.setattr(answers, "REPORT_SECONDS", 0.001)
+    monkeypatch.setattr(answer_directory, "REPORT_SECONDS", 0.001)
     loop = Loop()
     try:
         loop.run_until_complete(test())

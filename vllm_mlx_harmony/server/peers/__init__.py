@@ -5,8 +5,8 @@ then send each request of a conversation to a different one:
 
 - `connection`: the connection, and the key of encrypted reasoning.
 - `store`: the responses of all servers.
-- `answers`: an answer can be cancelled, and a background response followed, on any server, wherever
-  it is generated.
+- `directory`: an answer can be cancelled, and a background response followed, on any server,
+  wherever it is generated.
 - `turns`: prompts reuse the turns that other servers have generated.
 
 The front end uses all of it as a `server.storage.sharing.Sharing`, which is made in `sharing`. The

@@ -11,14 +11,14 @@ from vllm_mlx_harmony.core.errors import StoreError
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
-from vllm_mlx_harmony.server.peers.answers import (
+from vllm_mlx_harmony.server.peers.connection import Connection, PeersError
+from vllm_mlx_harmony.server.peers.directory import (
     CONFIRMATION_SECONDS,
     EXPIRY_SECONDS,
     Command,
     Directory,
     Heartbeat,
 )
-from vllm_mlx_harmony.server.peers.connection import Connection, PeersError
 from vllm_mlx_harmony.server.peers.store import SharedStore
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
 from vllm_mlx_harmony.server.storage.background import BackgroundResponse

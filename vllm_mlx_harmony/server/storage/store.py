@@ -203,7 +203,7 @@ class FileStore:
         self._used: dict[ResourceKey, None] = {}
         self._paused_until = 0.0
         try:
-            self._database = self._opened()
+            self._database = self._open_database()
             ((damage,),) = self._database.read("PRAGMA quick_check(1)")
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"{_UNUSABLE.format(path)}: {error}. {_REMEDY}") from error
@@ -298,9 +298,9 @@ class FileStore:
         with self._lock:
             if not self._database.is_there():
                 self._database.close()
-                self._database = self._opened()
+                self._database = self._open_database()
 
-    def _opened(self) -> Database:
+    def _open_database(self) -> Database:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         pragmas = "foreign_keys=ON", f"wal_autocheckpoint={_LOG_PAGES}"
         database = Database(self._path, _TABLES, VERSION, _BUSY, *pragmas)

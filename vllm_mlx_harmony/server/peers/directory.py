@@ -40,6 +40,7 @@ EVENTS_SECONDS = 600
 """Seconds for which events are stored after the last one."""
 
 TICK = 0.05
+"""Seconds between two checks whether a command was carried out."""
 
 
 class Command(StrEnum):
