@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -576,6 +577,23 @@ def test_daily_write_budget_is_shared_by_processes(
         file.execute("DELETE FROM written")
     disk.put(b"k", TURN)
     assert flushed(disk) and disk.find([b"k"]) == [TURN] and not disk.counters().paused
+
+
+def test_daily_write_budget_is_renewed_at_midnight(
+    open_disk: Open, pieces: list[Piece], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as counted by a server that writes nothing after it."""
+    disk = open_disk(per_day=1)
+    write(disk, pieces)
+    assert disk.counters().paused and disk.counters().written_today
+
+    class Tomorrow(date):
+        @classmethod
+        def today(cls) -> date:
+            return date.today() + timedelta(days=1)
+
+    monkeypatch.setattr(disks, "date", Tomorrow, raising=False)
+    assert not disk.counters().paused and not disk.counters().written_today
 
 
 def test_refused_piece_does_not_undo_uses(open_disk: Open, pieces: list[Piece]) -> None:

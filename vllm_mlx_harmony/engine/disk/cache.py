@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -124,7 +125,8 @@ class DiskCache:
         self._counters = DiskCounters(directory=str(directory), budget=budget, per_day=per_day)
         self._failing: set[str] = set()
         """Operations that failed and have not succeeded since."""
-        self._spent = False
+        self._spent_on: date | None = None
+        """The last day whose limit was found to be reached."""
         self._paused_until = 0.0
         self._used: set[bytes] = set()
         """Keys of pieces and turns that were used and are not yet marked so in the index."""
@@ -162,7 +164,8 @@ class DiskCache:
             self._set_index_aside(error)
             index = Index(self._home)
         self._written.clear()
-        self._turns, self._contents = index.turns(), index.contents()
+        self._turns = index.turns()
+        self._contents_on, self._contents = date.today(), index.contents()
         return index
 
     def _set_index_aside(self, error: Exception) -> None:
@@ -311,15 +314,15 @@ class DiskCache:
 
     def _may_write(self) -> bool:
         """Whether today's budget is not used up. When it is, the log says so once."""
-        limit = self._counters.per_day
+        limit, today = self._counters.per_day, date.today()
         spent = 0 < limit <= self._index.written_today()
-        if spent and not self._spent:
+        if spent and self._spent_on != today:
             logger.warning(
                 "prefix cache: the daily limit of %s written to %s is reached; new entries stay in "
                 "memory until midnight",
                 *(format_size(limit), self.directory),
             )
-        self._spent = spent
+        self._spent_on = today if spent else None
         return not spent
 
     def _write(self, row: Row, tensors: Tensors, generation: int) -> None:
@@ -375,7 +378,7 @@ class DiskCache:
             self._written.discard(bytes.fromhex(name.partition("-")[0]))
             with suppress(OSError):  # a later `_sweep` removes it
                 (self._pieces / name).unlink()
-        self._contents = self._index.contents()
+        self._contents_on, self._contents = date.today(), self._index.contents()
 
     def _remove(self, key: bytes, name: str | None) -> None:
         self._drop_files(self._index.remove(key, name))
@@ -541,8 +544,10 @@ class DiskCache:
 
     def counters(self) -> DiskCounters:
         """The counters now, without waiting for another thread."""
-        paused = self._spent or time.monotonic() < self._paused_until
-        found = asdict(self._contents)
+        today, found = date.today(), asdict(self._contents)
+        if self._contents_on != today:
+            found["written_today"] = 0
+        paused = self._spent_on == today or time.monotonic() < self._paused_until
         return replace(self._counters, waiting=self._writer.waiting, paused=paused, **found)
 
     def close(self, timeout: float = 0.0) -> None:
