@@ -292,8 +292,11 @@ class EngineLoop:
         if not self.loaded or request.number not in self.requests:
             raise HostError(self._stopped)
         assert request.match is not None
-        rest = max(0, len(request.prompt) - 1 - request.match.cached)
-        self.scheduler.add(request.number, rest, request.tenant, request.arrival_time)
+        last = len(request.prompt) - 1
+        cached = min(request.match.cached, last)
+        self.scheduler.add(
+            request.number, last - cached, request.tenant, request.arrival_time, cached
+        )
 
     def cancel(self, request: Request) -> None:
         """Removes a request whose client has gone. What was computed of its prompt is kept: a
@@ -527,7 +530,9 @@ class EngineLoop:
             self._store(request, layers, row)
         seconds = time.perf_counter() - started
         for request, chunk in zip(requests, chunks, strict=True):
-            self.scheduler.chunk_done(request.number, len(chunk), seconds * len(chunk) / computed)
+            share = seconds * len(chunk) / computed
+            alone = len(requests) == 1
+            self.scheduler.chunk_done(request.number, len(chunk), share, alone=alone)
         if requests[0].computed_ids == len(requests[0].prompt) - 1:
             self._join(requests, layers)
         else:

@@ -199,10 +199,12 @@ class Scheduler:
 
     # --- What happens
 
-    def add(self, number: int, ids: int, tenant: str, arrival_time: float) -> None:
-        """A prompt with ``ids`` ids to compute has arrived."""
+    def add(self, number: int, ids: int, tenant: str, arrival_time: float, cached: int = 0) -> None:
+        """A prompt with ``ids`` ids to compute has arrived, behind ``cached`` ones."""
         self._tenants.setdefault(tenant, _Tenant())
-        self._prompts[number] = _Prompt(number, tenant, ids, arrival_time)
+        self._prompts[number] = _Prompt(
+            number, tenant, ids, arrival_time, cached=cached, before=cached
+        )
 
     def begin(self, number: int, rest: int, cached: int = 0, seconds: float = 0.0) -> None:
         """The prompt has its own caches from now on, with ``cached`` of its ids, which took
@@ -212,10 +214,12 @@ class Scheduler:
         prompt.before = cached
         self._charge(prompt, seconds)
 
-    def chunk_done(self, number: int, ids: int, seconds: float) -> None:
+    def chunk_done(self, number: int, ids: int, seconds: float, *, alone: bool = True) -> None:
+        """``ids`` of the prompt are computed. Unless ``alone``, ``seconds`` is its share of the
+        time of a pass of several prompts."""
         prompt = self._prompts[number]
         if not self._answers:
-            self._chunk_lengths.measured(prompt.before, ids, seconds)
+            self._chunk_lengths.measured(prompt.before, ids, seconds, alone=alone)
         self._charge(prompt, seconds)
         self._chunks_done += 1
         self._tenants[prompt.tenant].last_served = self._chunks_done
@@ -385,23 +389,24 @@ class _ChunkLengths:
         self._paces: dict[int, list[float]] = {
             length: [] for length in shorter if length >= min(FIRST_CHUNK, longest)
         }
+        """By length, ascending."""
         self._longest = longest
         self.pace = 0.0
 
-    def measured(self, before: int, ids: int, seconds: float) -> None:
+    def measured(self, before: int, ids: int, seconds: float, *, alone: bool) -> None:
         if before < self._longest and ids >= FIRST_CHUNK:
             self.pace = seconds / ids
         paces = self._paces.get(ids)
-        if paces is not None and before < self._longest and len(paces) < MEASUREMENTS:
+        if alone and paces is not None and before < self._longest and len(paces) < MEASUREMENTS:
             paces.append(seconds / ids)
 
     def best(self, before: int, rest: int, most: int) -> int:
         """Ids of the next chunk, at most ``most`` of the ``rest`` ids behind those ``before``."""
         paces = {length: measured for length, measured in self._paces.items() if length <= most}
-        least = min(paces, key=lambda length: len(paces[length]), default=most)
-        takes_several = before < self._longest <= rest - least
-        if takes_several and len(paces.get(least, ())) < MEASUREMENTS:
-            return min(least, most)
+        least_measured = min(paces, key=lambda length: len(paces[length]), default=most)
+        takes_several = before < self._longest <= rest - least_measured
+        if takes_several and len(paces.get(least_measured, ())) < MEASUREMENTS:
+            return least_measured
         length = most
         if paces and all(paces.values()):
             fastest = min(min(measured) for measured in paces.values())

@@ -78,6 +78,17 @@ def and_all_are_measured(scheduler: Scheduler) -> None:
     scheduler.chunk_done(1, 2048, 2.0)
 
 
+def lengths_are_measured_alone(scheduler: Scheduler) -> None:
+    """A pass of two prompts of 512 ids is one of 1,024."""
+    for number in (1, 2):
+        begin_prompt(scheduler, number, 512)
+    for number in (1, 2):
+        scheduler.chunk_done(number, 512, 0.52, alone=False)
+        scheduler.remove(number)
+    begin_prompt(scheduler, 3, 12_000)
+    scheduler.chunk_done(3, 256, 0.3)
+
+
 def the_next_one_measures_again(scheduler: Scheduler) -> None:
     and_all_are_measured(scheduler)
     scheduler.remove(1)
@@ -318,6 +329,11 @@ def behind_prefixes_of_very_different_lengths(scheduler: Scheduler) -> None:
         scheduler.begin(number, 60, cached)
 
 
+def one_of_which_has_not_begun(scheduler: Scheduler) -> None:
+    begin_prompt(scheduler, 1, 60)
+    scheduler.add(2, 60, "", 0.0, cached=2500)
+
+
 def together_longer_than_a_pause(scheduler: Scheduler) -> None:
     add_answer(scheduler)
     begin_prompt(scheduler, 1, 120)
@@ -338,6 +354,7 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (alone, 0.0, Chunk(1, 256)),
     (and_the_shortest_is_measured, 0.0, Chunk(1, 512)),
     (and_all_are_measured, 0.0, Chunk(1, 512)),
+    (lengths_are_measured_alone, 0.0, Chunk(3, 512)),
     (the_next_one_measures_again, 0.0, Chunk(2, 256)),
     (of_one_chunk, 0.0, Chunk(1, 2048)),
     (of_little_more_than_the_best_length, 0.0, Chunk(2, 1023)),
@@ -378,6 +395,7 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (of_very_different_lengths, 0.0, Chunk(1, 60)),
     (both_so_short_that_padding_costs_nothing, 0.0, Chunk(1, 100, (2,))),
     (behind_prefixes_of_very_different_lengths, 0.0, Chunk(1, 60)),
+    (one_of_which_has_not_begun, 0.0, Chunk(1, 60)),
     (together_longer_than_a_pause, 0.0, Chunk(1, 120)),
     (the_end_of_a_long_one_and_a_short_one, 0.0, Chunk(1, 50)),
 ]
@@ -535,7 +553,8 @@ def simulate(  # noqa: C901 - one loop, as the engine has it
                 for member, rest in zip(group, rests, strict=True):
                     computed[member] += rest
                     arrived[member].chunks.append((rest, seconds))
-                    scheduler.chunk_done(member, rest, seconds * rest / sum(rests))
+                    share, is_alone = seconds * rest / sum(rests), len(group) == 1
+                    scheduler.chunk_done(member, rest, share, alone=is_alone)
                     if computed[member] == arrived[member].prompt:
                         scheduler.start_answer(member)
                         remaining[member], last[member] = arrived[member].answer, now
