@@ -36,7 +36,6 @@ from vllm_mlx_harmony.gateway.shared_limit import Limiter
 from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.server import defaults, enforcement
 from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.front_end import open_sharing
 from vllm_mlx_harmony.server.host import (
     ContextFactory,
     Deadline,
@@ -45,6 +44,7 @@ from vllm_mlx_harmony.server.host import (
     Tracker,
     tenant_of,
 )
+from vllm_mlx_harmony.server.installation import open_sharing
 from vllm_mlx_harmony.server.peers.connection import connect
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools import config as tools

@@ -24,14 +24,9 @@ from vllm_mlx_harmony.required_names import Undo, find_problem, locate
 from vllm_mlx_harmony.server import app as server
 from vllm_mlx_harmony.server import traces
 from vllm_mlx_harmony.server.endpoint import Endpoint, EndpointRoute
-from vllm_mlx_harmony.server.front_end import (
-    FrontEnd,
-    host_of,
-    install,
-    installed_in,
-    uninstall,
-)
+from vllm_mlx_harmony.server.front_end import FrontEnd, host_of, installed_in
 from vllm_mlx_harmony.server.host import Host
+from vllm_mlx_harmony.server.installation import install, uninstall
 from vllm_mlx_harmony.server.responses.websocket import UVICORN, without_traceback
 
 APP = "vllm_mlx.server:app"

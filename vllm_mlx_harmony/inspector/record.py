@@ -20,7 +20,7 @@ from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.engine_api.engine import Origin, Step
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server.body import Document
-from vllm_mlx_harmony.server.endpoint import failure_of
+from vllm_mlx_harmony.server.errors import failure_of
 from vllm_mlx_harmony.server.observer import ObservedRequest
 
 MAX_RECORDS = 200

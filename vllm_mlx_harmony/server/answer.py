@@ -51,7 +51,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
-from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
+from vllm_mlx_harmony.server.errors import CLIENT_CLOSED, failure_of
 from vllm_mlx_harmony.server.event_buffer import EventBuffer
 from vllm_mlx_harmony.server.generation import Deltas, Job, deltas_of
 from vllm_mlx_harmony.server.host import TIMED_OUT, Tracker

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED
+from vllm_mlx_harmony.server.errors import CLIENT_CLOSED
 
 SHUTTING_DOWN = "shutting_down"
 

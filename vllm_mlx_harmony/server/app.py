@@ -20,9 +20,11 @@ from vllm_mlx_harmony.server import chat, decisions, ids, messages, models, olla
 from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.body import read_document
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
-from vllm_mlx_harmony.server.front_end import front_end_of, host_of, install
+from vllm_mlx_harmony.server.errors import ErrorResponse, openai_error
+from vllm_mlx_harmony.server.front_end import front_end_of, host_of
 from vllm_mlx_harmony.server.host import Host, tenant_of
-from vllm_mlx_harmony.server.middleware import Admission, error_at
+from vllm_mlx_harmony.server.installation import install
+from vllm_mlx_harmony.server.middleware import Admission
 from vllm_mlx_harmony.server.responses import conversations
 from vllm_mlx_harmony.server.responses import routes as responses
 from vllm_mlx_harmony.server.responses.websocket import serve_socket
@@ -142,8 +144,17 @@ SOCKETS = (WebSocketRoute("/v1/responses", serve_socket),)
 """WebSocket endpoints, which check the API key themselves."""
 
 
+def error_at(path: str) -> ErrorResponse:
+    """The error format of ``path``: Anthropic's for Messages, Ollama's for its API, otherwise
+    OpenAI's, which LM Studio's is."""
+    if f"{path}/".startswith("/v1/messages/"):
+        return messages.error
+    is_ollama = path.startswith("/api/") and not f"{path}/".startswith("/api/v0/")
+    return ollama.error if is_ollama else openai_error
+
+
 def middleware(settings: ServerSettings) -> tuple[Middleware, ...]:
-    return (Middleware(Admission, origins=settings.origins, hosts=settings.hosts),)
+    return (Middleware(Admission, error_at, origins=settings.origins, hosts=settings.hosts),)
 
 
 def application(host: Host, sharing: Sharing | None = None) -> Starlette:

@@ -1,7 +1,7 @@
 """``FrontEnd``: what all requests to an application share.
 
-A server installs one in its application, where requests find it. Nothing of it belongs to the
-process, so that applications in one process have nothing in common.
+A server installs one in its application (`installation`), where requests find it. Nothing of it
+belongs to the process, so that applications in one process have nothing in common.
 """
 
 from __future__ import annotations
@@ -19,23 +19,9 @@ from vllm_mlx_harmony.server.encryption import ServerCipher, key_of_secret, own_
 from vllm_mlx_harmony.server.host import Host
 from vllm_mlx_harmony.server.model_names import ModelNames
 from vllm_mlx_harmony.server.observer import ObserverFactory
-from vllm_mlx_harmony.server.peers.connection import Connection, connect
-from vllm_mlx_harmony.server.peers.sharing import RedisSharing
-from vllm_mlx_harmony.server.settings import Enforcement, ServerSettings
+from vllm_mlx_harmony.server.settings import Enforcement
 from vllm_mlx_harmony.server.storage.responses import Responses
 from vllm_mlx_harmony.server.storage.sharing import Sharing
-from vllm_mlx_harmony.server.storage.single_server import SingleServer
-from vllm_mlx_harmony.server.storage.store import open_store
-
-
-def open_sharing(settings: ServerSettings, connection: Connection | None) -> Sharing:
-    """What a server with these settings shares over ``connection``, its Redis, if it has one.
-
-    Raises ``StoreError`` if the store cannot be used.
-    """
-    if connection is not None:
-        return RedisSharing(connection)
-    return SingleServer(open_store(settings.store))
 
 
 class FrontEnd:
@@ -97,25 +83,6 @@ class Caller:
     @property
     def cipher(self) -> ServerCipher:
         return self.front_end.cipher(self.tenant)
-
-
-def install(
-    app: Starlette,
-    host: Host,
-    observer_factories: Iterable[ObserverFactory] = (),
-    sharing: Sharing | None = None,
-) -> None:
-    """Makes a front end available to all requests to ``app``.
-
-    Opens what the host's settings name to be shared, unless that is passed. Raises ``HostError``.
-    """
-    if sharing is None:
-        sharing = open_sharing(host.server_settings, connect(host.server_settings))
-    app.state.vllm_mlx_harmony = FrontEnd(host, sharing, observer_factories)
-
-
-def uninstall(app: Starlette) -> None:
-    del app.state.vllm_mlx_harmony
 
 
 def installed_in(app: Starlette) -> FrontEnd:

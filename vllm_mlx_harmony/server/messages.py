@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import messages
-from vllm_mlx_harmony.server.endpoint import Endpoint, error_response
+from vllm_mlx_harmony.server.endpoint import Endpoint
+from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.front_end import Caller, host_of
 from vllm_mlx_harmony.server.serving import TurnApi, count, generate, serve
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -39,34 +39,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
-from vllm_mlx_harmony.server import messages, ollama
 from vllm_mlx_harmony.server.answers import SHUTTING_DOWN
-from vllm_mlx_harmony.server.endpoint import ErrorResponse, openai_error
+from vllm_mlx_harmony.server.errors import ErrorResponse
 from vllm_mlx_harmony.server.front_end import front_end_of, host_of
 from vllm_mlx_harmony.server.settings import variable
 from vllm_mlx_harmony.server.streams import TRANSPORT
 
 logger = logging.getLogger("vllm_mlx_harmony")
-
-
-def error_at(path: str) -> ErrorResponse:
-    """The error format of ``path``: Anthropic's for Messages, Ollama's for its API, otherwise
-    OpenAI's, which LM Studio's is."""
-    if f"{path}/".startswith("/v1/messages/"):
-        return messages.error
-    is_ollama = path.startswith("/api/") and not f"{path}/".startswith("/api/v0/")
-    return ollama.error if is_ollama else openai_error
-
-
-async def reject(failure: HarmonyFailure, scope: Scope, receive: Receive, send: Send) -> None:
-    """Rejects the request or WebSocket handshake with ``failure``, in its API's error format."""
-    response = error_at(scope["path"])(failure)
-    if failure.code == SHUTTING_DOWN:  # the client is to connect to another server
-        response.headers["Connection"] = "close"
-    if scope["type"] == "websocket":
-        await WebSocket(scope, receive, send).send_denial_response(response)
-    else:
-        await response(scope, receive, send)
 
 
 ORIGINS_VARIABLE, HOSTS_VARIABLE = variable("origins"), variable("hosts")
@@ -105,17 +84,19 @@ class Admission:
     Rejects every new request with 503 while the server shuts down (`shutdown`). Adds the
     connection's transport to the scope (`streams.transport_of`).
 
-    ``origins`` and ``hosts`` are patterns (`settings`). ``name`` replaces this machine's hostname.
+    ``error_at`` returns the error format of a path. ``origins`` and ``hosts`` are patterns
+    (`settings`). ``name`` replaces this machine's hostname.
     """
 
     def __init__(
         self,
         app: ASGIApp,
+        error_at: Callable[[str], ErrorResponse],
         origins: Iterable[str] = (),
         hosts: Iterable[str] = (),
         name: str | None = None,
     ) -> None:
-        self._app = app
+        self._app, self._error_at = app, error_at
         self._origins, self._hosts = tuple(origins), tuple(hosts)
         self._name = (socket.gethostname() if name is None else name).lower()
         self._logged: set[str] = set()
@@ -153,14 +134,14 @@ class Admission:
                 self._logged.add(problem)
                 logger.warning("rejected: %s", problem)
             failure = RequestError(problem, status=403, code="origin_not_allowed")
-            await reject(failure, scope, receive, send)
+            await self._reject(failure, scope, receive, send)
         elif meant := right_path(scope["path"]):
             advice = (
                 "must end in /v1" if meant.startswith(f"/v1{scope['path']}") else "has /v1 twice"
             )
             problem = f"no such path: {scope['path']}. It is {meant}: the base URL {advice}"
             failure = RequestError(problem, status=404, code="not_found")
-            await reject(failure, {**scope, "path": meant}, receive, send)
+            await self._reject(failure, {**scope, "path": meant}, receive, send)
         elif allowed:
             await self._cors(scope, receive, send)
         else:
@@ -171,7 +152,19 @@ class Admission:
         if failure is None:
             await self._app(scope, receive, send)
         else:
-            await reject(failure, scope, receive, send)
+            await self._reject(failure, scope, receive, send)
+
+    async def _reject(
+        self, failure: HarmonyFailure, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Rejects the request or WebSocket handshake with ``failure``, in its API's format."""
+        response = self._error_at(scope["path"])(failure)
+        if failure.code == SHUTTING_DOWN:  # the client is to connect to another server
+            response.headers["Connection"] = "close"
+        if scope["type"] == "websocket":
+            await WebSocket(scope, receive, send).send_denial_response(response)
+        else:
+            await response(scope, receive, send)
 
     def may_read(self, origin: str, host: str | None) -> bool:
         """Whether pages of ``origin`` may use the server at ``host``."""

@@ -16,7 +16,8 @@ from vllm_mlx_harmony.protocols import ollama
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import models
 from vllm_mlx_harmony.server.body import read_document
-from vllm_mlx_harmony.server.endpoint import Endpoint, error_response
+from vllm_mlx_harmony.server.endpoint import Endpoint
+from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.front_end import Caller, front_end_of
 from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.serving import LeasedTurnRequest, TurnApi, generate, serve

@@ -21,7 +21,7 @@ from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.engine_api.engine import Step
-from vllm_mlx_harmony.server.endpoint import failure_of
+from vllm_mlx_harmony.server.errors import failure_of
 from vllm_mlx_harmony.server.observer import ObservedRequest, Observer, ObserverFactory
 
 try:

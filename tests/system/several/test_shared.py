@@ -27,7 +27,8 @@ from vllm_mlx_harmony.gateway.settings import load
 from vllm_mlx_harmony.gateway.shared_limit import acquire_slot, add, remove, renew
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
-from vllm_mlx_harmony.server.front_end import FrontEnd, open_sharing
+from vllm_mlx_harmony.server.front_end import FrontEnd
+from vllm_mlx_harmony.server.installation import open_sharing
 from vllm_mlx_harmony.server.peers import connection as shared
 from vllm_mlx_harmony.server.peers import directory as answer_directory
 from vllm_mlx_harmony.server.peers.connection import Connection, PeersError, connect

@@ -16,7 +16,7 @@ from vllm_mlx import server
 
 from vllm_mlx_harmony.host import contract
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED
+from vllm_mlx_harmony.server.errors import CLIENT_CLOSED
 from vllm_mlx_harmony.server.model_names import ModelNames
 from vllm_mlx_harmony.server.settings import ServerSettings
 

@@ -36,7 +36,7 @@ from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.turn import Answer, Defaults, ResponseInfo, User
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import answer as answers
-from vllm_mlx_harmony.server.endpoint import retry_headers
+from vllm_mlx_harmony.server.errors import retry_headers
 from vllm_mlx_harmony.server.front_end import Caller, FrontEnd, installed_in
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.responses.routes import COMPACT, RESPONSES

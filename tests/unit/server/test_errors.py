@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, error_response, failure_of
+from vllm_mlx_harmony.server.errors import CLIENT_CLOSED, error_response, failure_of
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 

@@ -14,7 +14,8 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient, WebSocketDenialResponse
 from starlette.websockets import WebSocket
 
-from vllm_mlx_harmony.server.front_end import install
+from vllm_mlx_harmony.server.app import error_at
+from vllm_mlx_harmony.server.installation import install
 from vllm_mlx_harmony.server.middleware import HOSTS_VARIABLE, ORIGINS_VARIABLE, Admission
 from vllm_mlx_harmony.server.settings import ServerSettings
 
@@ -40,7 +41,7 @@ def client(*, requires_key: bool = False, **settings: Any) -> TestClient:
     options = {"origins": [], "hosts": [], "name": NAME, **settings}
     app = Starlette(
         routes=[*routes, WebSocketRoute("/v1/responses", talk)],
-        middleware=[Middleware(Admission, **options)],
+        middleware=[Middleware(Admission, error_at, **options)],
     )
     install(app, host)
     return TestClient(app)

@@ -28,11 +28,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
 from vllm_mlx_harmony.server.body import Document, parse_json
-from vllm_mlx_harmony.server.endpoint import (
-    failure_of,
-    openai_error,
-    retry_headers,
-)
+from vllm_mlx_harmony.server.errors import failure_of, openai_error, retry_headers
 from vllm_mlx_harmony.server.front_end import Caller, front_end_of, host_of
 from vllm_mlx_harmony.server.generation import Deltas, Job
 from vllm_mlx_harmony.server.host import NotHarmony
