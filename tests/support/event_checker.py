@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from vllm_mlx_harmony.protocols.events import DONE, Event
 
@@ -63,6 +64,13 @@ PREFIXES = {
     "web_search_call": "ws_",
     "mcp_list_tools": "mcpl_",
 }
+
+STARTS = {
+    "response.created": {""},
+    "response.queued": {"response.created"},
+    "response.in_progress": {"response.created", "response.queued"},
+}
+"""The events before the first item: what each may follow."""
 
 ENDINGS = {
     "response.completed": {"completed"},
@@ -141,16 +149,21 @@ def _within(value: object) -> Iterator[tuple[str, Any]]:
             yield from _within(inner)
 
 
+@dataclass
+class _Text:
+    """A text of an item, the sum of its deltas so far."""
+
+    text: str = ""
+    state: Literal["open", "text done", "part done"] = "open"
+
+
 class _Item:
     """An open item, with its events so far."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.added = document
         self.type = document["type"]
-        self.texts: dict[str, str] = {}  # by the stem of their events
-        self.whole: set[str] = set()
-        self.parts: dict[str, str] = {}  # the text of each closed part
-        self.open_parts: set[str] = set()
+        self.texts: dict[str, _Text] = {}  # by the stem of their events
         self.logprobs: list[Any] = []
         self.commands: list[str] = []  # of a shell
         self.command = ""  # the last one, while it is open
@@ -158,7 +171,7 @@ class _Item:
 
 class _Checker:
     def __init__(self) -> None:
-        self.start_kinds: list[str] = []
+        self.start = ""
         self.ended = ""
         self.response: dict[str, Any] = {}
         self.done_items: list[dict[str, Any]] = []
@@ -172,12 +185,12 @@ class _Checker:
     def read(self, event: dict[str, Any]) -> None:
         assert not self.ended, f"an event behind {self.ended}"
         kind = event["type"]
-        if kind in ("response.created", "response.queued", "response.in_progress"):
+        if kind in STARTS:
             self.begin(kind, event["response"])
         elif kind in ENDINGS:
             self.end(kind, event["response"])
         else:
-            assert self.start_kinds[-1:] == ["response.in_progress"], f"{kind} before in_progress"
+            assert self.start == "response.in_progress", f"{kind} before in_progress"
             stem, _, action = kind.rpartition(".")
             if stem == "response.shell_call_command":
                 self.command(action, event)
@@ -187,14 +200,10 @@ class _Checker:
     # The response
 
     def begin(self, kind: str, response: dict[str, Any]) -> None:
-        self.start_kinds.append(kind)
-        order = ["response.created", "response.queued", "response.in_progress"]
-        assert self.start_kinds == [
-            start_kind for start_kind in order if start_kind in self.start_kinds
-        ], "out of order"
-        assert self.start_kinds[0] == "response.created"
-        expected = "in_progress" if kind == "response.in_progress" else None
-        assert response["status"] in ({expected} if expected else {"queued", "in_progress"})
+        assert self.start in STARTS[kind], f"{kind} follows {self.start}"
+        self.start = kind
+        in_progress = kind == "response.in_progress"
+        assert response["status"] in ({"in_progress"} if in_progress else {"queued", "in_progress"})
         assert response["output"] == [], "output before any item"
         assert response["usage"] is None
         self.check_fixed_fields(response)
@@ -265,8 +274,9 @@ class _Checker:
     def item_done(self, event: dict[str, Any]) -> None:
         item, document = self.open_item(), event["item"]
         assert event["output_index"] == len(self.done_items)
-        assert not item.open_parts, f"open: {item.open_parts}"
-        assert item.texts.keys() == item.whole, "a text without its .done"
+        last_state = "text done" if item.type in ARGUMENTS else "part done"
+        for stem, text in item.texts.items():
+            assert text.state == last_state, f"{stem} without its .done"
         changing = {"status", "content", "summary", "arguments", "input", "encrypted_content"}
         changing |= {"action"} if item.type == "shell_call" else {"code"}
         changing |= {"tools", "error"} if item.type == "mcp_list_tools" else set()
@@ -282,7 +292,7 @@ class _Checker:
             assert document["action"] == {**item.added["action"], "commands": item.commands}
         if item.type in ARGUMENTS:
             stem, name = ARGUMENTS[item.type]
-            assert document[name] == item.texts[stem]
+            assert document[name] == item.texts[stem].text
         elif item.type in WHOLE:
             assert not item.texts, f"a {item.type} has no events of its own"
         else:
@@ -293,12 +303,13 @@ class _Checker:
     def check_parts(self, item: _Item, document: dict[str, Any]) -> None:
         places = [name for name in ("content", "summary") if document.get(name)]
         assert len(places) == 1, "an item with nothing in it, or with its text twice"
-        for stem, name in (
+        for part_stem, name in (
             ("response.content_part", "content"),
             ("response.reasoning_summary_part", "summary"),
         ):
+            _, stem = PARTS[item.type].get(part_stem, ("", ""))
             texts = [part["text"] for part in document.get(name, [])]
-            assert texts == [item.parts[stem]] if stem in item.parts else texts == [], name
+            assert texts == ([item.texts[stem].text] if stem in item.texts else []), name
             assert all(texts), "an empty part"
 
     def running(self, stem: str, event: dict[str, Any]) -> None:
@@ -325,18 +336,17 @@ class _Checker:
         kind, text = PARTS[item.type][stem]
         assert event["part"]["type"] == kind
         assert event["part"]["text"] == ""
-        assert stem not in {*item.parts, *item.open_parts}, "the part twice"
-        item.open_parts.add(stem)
-        item.texts[text] = ""
+        assert text not in item.texts, "the part twice"
+        item.texts[text] = _Text()
 
     def delta(self, stem: str, event: dict[str, Any]) -> None:
         item = self.item_of(event)
         if item.type in ARGUMENTS:
             assert stem == ARGUMENTS[item.type][0]
-            item.texts.setdefault(stem, "")
-        assert stem not in item.whole, "a delta behind .done"
+            item.texts.setdefault(stem, _Text())
+        assert item.texts[stem].state == "open", "a delta behind .done"
         assert event["delta"], "an empty delta"
-        item.texts[stem] += event["delta"]
+        item.texts[stem].text += event["delta"]
         if stem == "response.output_text":
             assert isinstance(event["logprobs"], list)
             item.logprobs += event["logprobs"]
@@ -344,21 +354,22 @@ class _Checker:
     def text_done(self, stem: str, event: dict[str, Any]) -> None:
         item = self.item_of(event)
         name = ARGUMENTS[item.type][1] if item.type in ARGUMENTS else "text"
-        assert event[name] == item.texts.setdefault(stem, ""), ".done is not the sum of its deltas"
+        text = item.texts.setdefault(stem, _Text())
+        assert event[name] == text.text, ".done is not the sum of its deltas"
         if stem == "response.output_text":
             assert event["logprobs"] == item.logprobs
-        assert stem not in item.whole, ".done twice"
-        item.whole.add(stem)
+        assert text.state == "open", ".done twice"
+        text.state = "text done"
 
     def part_done(self, stem: str, event: dict[str, Any]) -> None:
         item = self.item_of(event)
-        kind, text = PARTS[item.type][stem]
-        assert text in item.whole, "the part is done before its text"
+        kind, text_stem = PARTS[item.type][stem]
+        text = item.texts[text_stem]
+        assert text.state == "text done", "the part is done before its text, or twice"
         assert event["part"]["type"] == kind
-        assert event["part"]["text"] == item.texts[text]
+        assert event["part"]["text"] == text.text
         assert event["part"].get("logprobs", []) == item.logprobs
-        item.open_parts.remove(stem)
-        item.parts[stem] = event["part"]["text"]
+        text.state = "part done"
 
     def finish(self, stem: str, event: dict[str, Any]) -> None:
         if stem == "response.output_item":
