@@ -59,7 +59,7 @@ def lines(http: httpx.Client, path: str, body: Json) -> list[Json]:
     return [json.loads(line) for line in response.text.splitlines()]
 
 
-def chat_of_ollama(http: httpx.Client, model: str) -> None:
+def ollama_chat_answers_whole_and_streamed(http: httpx.Client, model: str) -> None:
     body = {"model": model, "messages": [USER]}
     whole = post(http, "/api/chat", {**body, "stream": False})
     streamed = lines(http, "/api/chat", body)
@@ -74,7 +74,7 @@ def chat_of_ollama(http: httpx.Client, model: str) -> None:
     assert [whole[name] for name in counts] == [streamed[-1][name] for name in counts]
 
 
-def prompt_of_ollama(http: httpx.Client, model: str) -> None:
+def ollama_generate_answers_a_prompt(http: httpx.Client, model: str) -> None:
     body = {"model": model, "prompt": HELLO}
     for parts in (
         [post(http, "/api/generate", {**body, "stream": False})],
@@ -85,7 +85,7 @@ def prompt_of_ollama(http: httpx.Client, model: str) -> None:
     assert post(http, "/api/generate", {"model": model})["done_reason"] == "load"
 
 
-def models_of_ollama(http: httpx.Client, model: str) -> None:
+def ollama_shows_models(http: httpx.Client, model: str) -> None:
     tags = get(http, "/api/tags")["models"]
     assert model in [tag["model"] for tag in tags]
     assert len({tag["digest"] for tag in tags}) == len(tags)
@@ -98,14 +98,14 @@ def models_of_ollama(http: httpx.Client, model: str) -> None:
     assert (missing.status_code, [*missing.json()]) == (404, ["error"])
 
 
-def models_of_lm_studio(http: httpx.Client, model: str) -> None:
+def lm_studio_shows_models(http: httpx.Client, model: str) -> None:
     models = get(http, "/api/v0/models")["data"]
     (entry,) = (model_entry for model_entry in models if model_entry["id"] == model)
     assert get(http, f"/api/v0/models/{model}") == entry
     assert entry["loaded_context_length"] == get(http, "/v1/models")["data"][0]["max_model_len"]
 
 
-def context_length(http: httpx.Client, model: str) -> None:
+def context_length_has_the_names_of_all_servers(http: httpx.Client, model: str) -> None:
     """In the fields of various servers, and in llama.cpp's ``/props``."""
     entry = get(http, "/v1/models")["data"][0]
     length = entry["max_model_len"]
@@ -116,7 +116,7 @@ def context_length(http: httpx.Client, model: str) -> None:
     assert properties["model_alias"] == model
 
 
-def token_ids(http: httpx.Client, model: str) -> None:
+def text_becomes_ids_and_back(http: httpx.Client, model: str) -> None:
     """From a text to ids and back, and from a request to its prompt."""
     tokens = post(http, "/tokenize", {"prompt": HELLO, "model": model})["tokens"]
     assert post(http, "/tokenize", {"content": HELLO}) == {"tokens": tokens}
@@ -126,7 +126,7 @@ def token_ids(http: httpx.Client, model: str) -> None:
     assert post(http, "/tokenize", body)["count"] == usage["prompt_tokens"]
 
 
-def decisions(http: httpx.Client, model: str) -> None:
+def decisions_have_probabilities(http: httpx.Client, model: str) -> None:
     statement = {"type": "noul", "instructions": URGENT}
     body = {
         "model": model,
@@ -141,7 +141,7 @@ def decisions(http: httpx.Client, model: str) -> None:
     assert answer["probability"] == 1.0
 
 
-def conversation(http: httpx.Client, model: str) -> None:
+def conversation_keeps_its_items(http: httpx.Client, model: str) -> None:
     """With two responses, whole and streamed, and its items."""
     brief = {"type": "message", "role": "developer", "content": "Be brief."}
     created = post(http, "/v1/conversations", {"metadata": {"topic": "x"}, "items": [brief]})
@@ -170,7 +170,7 @@ def conversation(http: httpx.Client, model: str) -> None:
     assert http.get(path).json()["error"]["code"] == "conversation_not_found"
 
 
-def reasoning_ended_by_hand(http: httpx.Client, model: str) -> None:
+def reasoning_ends_by_request(http: httpx.Client, model: str) -> None:
     """The stream names the reason and continues with an answer."""
     control = "/v1/chat/completions/control"
     messages = [{"role": "user", "content": THINK}]
@@ -193,7 +193,7 @@ def reasoning_ended_by_hand(http: httpx.Client, model: str) -> None:
     assert post(http, control, body)["success"] is False, "it has ended"
 
 
-def another_name(http: httpx.Client, model: str) -> None:
+def alias_is_answered_under_its_name(http: httpx.Client, model: str) -> None:
     """An answer has the requested name, whole and streamed; unknown names are rejected."""
     body: Json = {"model": ALIAS, "messages": [USER]}
     assert post(http, "/v1/chat/completions", body)["model"] == ALIAS
@@ -215,15 +215,15 @@ def _event_data(stream: str) -> list[str]:
 CHECKS: Mapping[str, Callable[[httpx.Client, str], None]] = {
     check.__name__: check
     for check in (
-        chat_of_ollama,
-        prompt_of_ollama,
-        models_of_ollama,
-        models_of_lm_studio,
-        context_length,
-        token_ids,
-        decisions,
-        conversation,
-        reasoning_ended_by_hand,
-        another_name,
+        ollama_chat_answers_whole_and_streamed,
+        ollama_generate_answers_a_prompt,
+        ollama_shows_models,
+        lm_studio_shows_models,
+        context_length_has_the_names_of_all_servers,
+        text_becomes_ids_and_back,
+        decisions_have_probabilities,
+        conversation_keeps_its_items,
+        reasoning_ends_by_request,
+        alias_is_answered_under_its_name,
     )
 }
