@@ -35,6 +35,10 @@ def request(api: str, schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
 APIS = ("chat", "responses", "messages", "format", "text")
 
 
+COMPILED = {"terminals, 7 levels of 8"}
+"""Syntaxes that are just small enough."""
+
+
 def check_schema(client: TestClient, api: str, name: str) -> None:
     for strict in (False, True):
         path, body = request(api, SCHEMAS[name], strict)
@@ -48,13 +52,15 @@ def check_syntax(client: TestClient, name: str) -> None:
     nested = {"type": "grammar", "grammar": {"syntax": "lark", "definition": LARK[name]}}
     by_chat = {"type": "custom", "custom": {"name": "f", "format": nested}}
     by_responses = {"type": "custom", "name": "f", "format": syntax}
-    requests: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/chat/completions", {"messages": HELLO, "tools": [by_chat]}),
-        ("/v1/responses", {"input": "Hello!", "tools": [by_responses]}),
-        ("/v1/chat/completions", {"messages": HELLO, "guided_grammar": LARK[name]}),
+    # A tool whose format cannot be enforced stays without it; an answer cannot.
+    guided_status = 200 if name in COMPILED else 400
+    requests: list[tuple[str, dict[str, Any], int]] = [
+        ("/v1/chat/completions", {"messages": HELLO, "tools": [by_chat]}, 200),
+        ("/v1/responses", {"input": "Hello!", "tools": [by_responses]}, 200),
+        ("/v1/chat/completions", {"messages": HELLO, "guided_grammar": LARK[name]}, guided_status),
     ]
-    for path, body in requests:
-        answer = client.post(path, json={"model": MODEL, **body})
-        assert answer.status_code in (200, 400), answer.text
-        assert "panic" not in answer.text
-        assert client.post(path, json={"model": MODEL, **body}).status_code == answer.status_code
+    for path, body, status in requests:
+        for _ in range(2):
+            answer = client.post(path, json={"model": MODEL, **body})
+            assert answer.status_code == status, answer.text
+            assert "panic" not in answer.text

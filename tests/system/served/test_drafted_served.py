@@ -6,7 +6,6 @@ The scripted model reads the tokens in its caches, so a wrong one would change t
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import httpx
 import openai
 import pytest
 from server_process import FLAG, HARMONY
+from waiting import wait_until
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.engine.measure_costs import RUNS
@@ -151,14 +151,14 @@ def test_call_header_takes_few_steps(server: Server) -> None:
 
 def wait_for_drafting(server: Server) -> None:
     """Waits until the only answer has many more tokens than steps."""
-    before, deadline = status(server)["executed"], time.monotonic() + 120
-    while time.monotonic() < deadline:
+    before = status(server)["executed"]
+
+    def is_drafting() -> bool:
         current = status(server)
         generated = sum(request["generated"] for request in current["requests"])
-        if generated > 100 and generated > 2 * (current["executed"] - before):
-            return
-        time.sleep(0.02)
-    raise AssertionError("nothing was drafted")
+        return generated > 100 and generated > 2 * (current["executed"] - before)
+
+    wait_until(is_drafting, "drafted tokens")
 
 
 def stream_slowly(server: Server, name: str) -> Any:
@@ -174,12 +174,11 @@ def test_disconnect_ends_drafted_answer(server: Server) -> None:
     stream = stream_slowly(server, "until I go")
     wait_for_drafting(server)
     stream.close()
-    deadline = time.monotonic() + 120
-    while (after := status(server))["requests"] and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: not status(server)["requests"], "the end of the answer")
+    after = status(server)
     tokens = after["completion_tokens"] - before["completion_tokens"]
     assert after["accepted_prediction_tokens"] - before["accepted_prediction_tokens"] > 20
-    assert not after["requests"] and tokens > 100
+    assert tokens > 100
     completion = chat(server, user("Edit until I go"))
     assert completion.choices[0].message.content == EDITED
 
@@ -190,13 +189,13 @@ def test_answers_are_right_after_kill_while_drafting(
 ) -> None:
     """Earlier turns are reused, and the interrupted one leaves no wrong tokens behind."""
     first = chat(server, user("Edit, and continue"))
-    deadline = time.monotonic() + 120
     stats = f"{server.base_url}/v1/cache/stats"
-    while time.monotonic() < deadline:
-        disk = httpx.get(stats, timeout=60).json()["engine_cache"]["harmony_prefix_reuse"]["disk"]
-        if not disk["waiting"]:
-            break
-        time.sleep(0.05)
+
+    def is_written() -> bool:
+        cache = httpx.get(stats, timeout=60).json()["engine_cache"]
+        return not cache["harmony_prefix_reuse"]["disk"]["waiting"]
+
+    wait_until(is_written, "the disk")
     stream = stream_slowly(server, "until you are killed")
     wait_for_drafting(server)
     server.process.kill()

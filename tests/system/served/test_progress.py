@@ -90,9 +90,10 @@ REQUEST_FIELDS = {
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_progress_is_a_comment_unless_requested(
+def test_progress_is_no_event_unless_requested(
     tiny_server: Server, tiny_dir: Any, path: str
 ) -> None:
+    """Comments depend on how long the prompt takes; `unit/server/test_progress.py` has them."""
     with (
         tiny_server.client() as client,
         stream_lines(client, path, WORDS[:800], model=str(tiny_dir)) as lines,

@@ -143,10 +143,14 @@ def test_status_lists_requests_in_order(engine: MlxEngine, run: Run) -> None:
 
 
 def test_estimate_is_missing_until_speed_is_known(engine: MlxEngine, run: Run) -> None:
-    statuses: list[RequestStatus] = []
+    module, statuses = engine.loop.module, list[RequestStatus]()
 
-    async def first() -> None:
-        await reports(engine, words(1, 900), on_report=lambda: statuses.extend(engine.status()))
+    def record_status(*args: Any, **kwargs: Any) -> Any:
+        statuses.extend(engine.status())
+        return module(*args, **kwargs)
 
-    run(first())
-    assert statuses[0].expected is None or statuses[0].computed >= CHUNK
+    engine.loop.module = record_status
+    run(reports(engine, words(1, 900)))
+    first, *later = statuses
+    assert (first.computed, first.expected) == (0, None)
+    assert later and None not in [status.expected for status in later]
