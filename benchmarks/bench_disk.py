@@ -117,7 +117,7 @@ async def _before(model: Path, directory: str) -> None:
         await engine.start()
         first = [*opening()[:-2], *filler(1, TOKENS), *opening()[-2:]]
         answer = await generate(engine, first)
-        disk._writer.queue.join()
+        disk.flush()
         counters = disk.counters()
         _put_below(engine, None)
         again = [*first, *answer, *result(0)[:100], *result(0)[-3:]]

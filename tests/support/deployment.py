@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import httpx
 from app_server import run_server
 from fake_engines import FakeEngine
 from gateway_in_process import MODEL, CountingGateway
 
-from vllm_mlx_harmony.gateway import routing_policy
+from vllm_mlx_harmony.gateway.routing_policy import Rule
 from vllm_mlx_harmony.server.app import application
 
 TEXT = "The answer is long enough to be cut anywhere: été, ☀, 你好, and an end."
@@ -31,13 +31,14 @@ CHAT = "/v1/chat/completions"
 class Deployment:
     """A gateway on a socket, and the engines behind it."""
 
-    def __init__(self, stack: ExitStack, *engines: FakeEngine, **settings: Any) -> None:
+    def __init__(
+        self, stack: ExitStack, *engines: FakeEngine, rule: Rule | None = None, **settings: Any
+    ) -> None:
         self.engines = engines
         urls = [stack.enter_context(run_server(engine.app)) for engine in engines]
         # The first engine is every conversation's home.
-        order = patch.object(routing_policy, "_weight", lambda name, _: -urls.index(name))
-        stack.enter_context(order)
-        self.host = CountingGateway("", *zip(engines, urls, strict=True), **settings)
+        rule = replace(rule or Rule(), weight=lambda name, _: -urls.index(name))
+        self.host = CountingGateway("", *zip(engines, urls, strict=True), rule=rule, **settings)
         self.url = stack.enter_context(run_server(application(self.host)))
 
     def ask(self, path: str = CHAT, *, stream: bool = False, **fields: Any) -> httpx.Response:

@@ -15,7 +15,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Step
@@ -47,12 +46,6 @@ def loading(
         return module, cache(module)
 
     return load
-
-
-def flushed(disk: DiskCache, patience: float = 10) -> bool:
-    """Waits until everything is written, at most ``patience`` seconds. Returns whether it is."""
-    with (condition := disk._writer.queue.all_tasks_done):
-        return condition.wait_for(lambda: not disk._writer.queue.unfinished_tasks, patience)
 
 
 def open_engine(directory: Path, **options: Any) -> MlxEngine:
@@ -95,4 +88,4 @@ def of_mlx_lm(engine: MlxEngine, prompt: tuple[int, ...], most: int = 40) -> tup
             last = mx.array([[token]])
         return tuple(output)
 
-    return engine._thread.call(generate).result()
+    return engine.loop.thread.call(generate).result()

@@ -58,7 +58,7 @@ class BookEngine(ScriptedEngine):
         prompt, decode = request.prompt, vocab.encoding().decode
         forced_length = len(HEADER) if prompt[-len(HEADER) :] == HEADER else 0
         prompt_to_script = list(prompt[: len(prompt) - forced_length])
-        entry = cursor._find(prompt_to_script, self.book, lambda ids: decode(list(ids)))
+        entry = cursor.entry_for(prompt_to_script, self.book, lambda ids: decode(list(ids)))
         cached = max((_common(prompt, earlier) for earlier in self.prompts), default=0)
         if self.slow and entry.prompt_ms:
             for computed in range(cached, len(prompt), CHUNK):

@@ -82,7 +82,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
 from statistics import median
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.lru import ByteLRU
@@ -126,13 +126,19 @@ class Health(Enum):
     DRAINING_DOWN = (True, True)
 
 
+def rendezvous_weight(name: str, conversation: bytes) -> bytes:
+    """How much a conversation prefers the engine of this ``name`` to others."""
+    return blake2b(conversation + name.encode(), digest_size=8).digest()
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """The parameters of the rules above.
 
     An engine is overloaded with over ``balance_abs_threshold`` requests more than the least loaded
     one and more than ``balance_rel_threshold`` times as many; with over ``home_abs_threshold`` more
-    it is no conversation's home. ``failure_threshold`` failures in a row take an engine down, for
+    it is no conversation's home. Of the others, the home is the one with the highest ``weight`` of
+    its name and the conversation. ``failure_threshold`` failures in a row take an engine down, for
     ``open_seconds`` seconds at first and ``max_open_seconds`` at most; engines that are up are
     probed every ``probe_interval`` seconds. The engines of the last ``max_conversations``
     conversations are known, at about 250 bytes each. The other parameters are those of silent
@@ -143,6 +149,7 @@ class Rule:
     balance_abs_threshold: int = 16
     home_abs_threshold: int = 8
     balance_rel_threshold: float = 1.5
+    weight: Callable[[str, bytes], Any] = rendezvous_weight
     failure_threshold: int = 3
     open_seconds: float = 1.0
     max_open_seconds: float = 30.0
@@ -232,7 +239,7 @@ class Routing(Generic[E]):
         why: Why = "new" if last is None else "moved"
         room = least + rule.home_abs_threshold
         roomy = (name for name, engine in usable.items() if loads.get(engine, 0) <= room)
-        return Choice(usable[max(roomy, key=lambda name: _weight(name, conversation))], why)
+        return Choice(usable[max(roomy, key=lambda name: rule.weight(name, conversation))], why)
 
     def record_turn(self, conversation: bytes, engine: E) -> None:
         """Records that ``engine`` computes a turn of ``conversation``."""
@@ -365,10 +372,6 @@ class Routing(Generic[E]):
     def remove(self, engine: E) -> None:
         """Removes ``engine``. Its conversations move to other engines."""
         self._engines.pop(engine, None)
-
-
-def _weight(name: str, conversation: bytes) -> bytes:
-    return blake2b(conversation + name.encode(), digest_size=8).digest()
 
 
 def _median(values: Collection[float]) -> float:

@@ -134,11 +134,11 @@ def next_step(history: Sequence[int], book: Book, decode: Decode) -> Step:
         return _after_raw_prompt(history, book, decode)
     usual = _usual_start(history, book)
     for start in _starts(history, book):
-        entry = _find(history[:start], book, decode)
+        entry = entry_for(history[:start], book, decode)
         known = start == usual or entry is not book.entries[-1]
         if known and _follows(history[start:], entry, book):
             return _step(entry, len(history) - start, book)
-    entry = _find(history[:usual], book, decode)
+    entry = entry_for(history[:usual], book, decode)
     return Step(_step(entry, len(history) - usual, book).token)
 
 
@@ -146,7 +146,7 @@ def prompt_ms(history: Sequence[int], book: Book, decode: Decode) -> float:
     """Milliseconds for each token at the end of ``history``, which is the beginning of a prompt."""
     if not any(entry.prompt_ms for entry in book.entries):
         return 0
-    return _find(list(history), book, decode).prompt_ms
+    return entry_for(list(history), book, decode).prompt_ms
 
 
 def _starts(history: list[int], book: Book) -> Iterator[int]:
@@ -189,7 +189,7 @@ def _last(history: list[int], token: int, end: int) -> int:
     return end - 1 - before.index(token) if token in before else -1
 
 
-def _find(prompt: list[int], book: Book, decode: Decode) -> ScriptEntry:
+def entry_for(prompt: list[int], book: Book, decode: Decode) -> ScriptEntry:
     """The script for a prompt, by the message before the opening that ends it."""
     size = len(book.opening)
     end = len(prompt) - size if tuple(prompt[-size:]) == book.opening else len(prompt)
@@ -218,6 +218,6 @@ def _after_raw_prompt(history: list[int], book: Book, decode: Decode) -> Step:
         for entry in book.entries:
             if answer[:1] != list(entry.completion[: len(answer[:1])]):
                 continue  # quickly, for there are many starts
-            if _follows(answer, entry, book) and _find(prompt, book, decode) is entry:
+            if _follows(answer, entry, book) and entry_for(prompt, book, decode) is entry:
                 return _step(entry, len(answer), book)
     return Step(book.end)

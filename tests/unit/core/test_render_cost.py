@@ -32,9 +32,10 @@ from vllm_mlx_harmony.core.turn import (
 
 
 def clear_caches() -> None:
-    for value in vars(module).values():
-        if hasattr(value, "cache_clear"):
-            value.cache_clear()
+    caches = [value for value in vars(module).values() if hasattr(value, "cache_clear")]
+    assert len(caches) == 4  # one in another module would have to be cleared, too
+    for cache in caches:
+        cache.cache_clear()
 
 
 class Counts:

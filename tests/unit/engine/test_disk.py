@@ -23,7 +23,6 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
-from engine_models import flushed
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.core.turn import Call, Reasoning
@@ -57,7 +56,7 @@ def offer_arguments(pieces: list[Piece], places: list[int] = PLACES) -> Any:
 def write(disk: DiskCache, pieces: list[Piece], root: bytes = ROOT, ids: list[int] = IDS) -> None:
     places = PLACES[: len(pieces)]
     disk.offer(root, pack(ids[: places[-1]]), *offer_arguments(pieces, places))
-    assert flushed(disk)
+    assert disk.flush(10)
 
 
 def load(
@@ -131,7 +130,7 @@ def test_files_are_safetensors_of_any_dtype(
 def test_files_are_private(disk: DiskCache, pieces: list[Piece]) -> None:
     write(disk, pieces)
     disk.put(b"k", TURN)
-    assert flushed(disk)
+    assert disk.flush(10)
     paths = list((disk.directory / DIRECTORY).rglob("*"))
     modes = {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_file()}
     assert modes == {0o600} and len(paths) > 4
@@ -197,7 +196,7 @@ def test_longer_of_two_cuts_is_found(disk: DiskCache, model: Any, pieces: list[P
     write(disk, pieces[:1])
     longer = join(model, pieces[:2])
     disk.offer(ROOT, pack(IDS[:400]), *offer_arguments([cut(longer, 0, 400)], [400]))
-    assert flushed(disk)
+    assert disk.flush(10)
     assert fetch(disk) == [(0, 400)]
 
 
@@ -238,7 +237,7 @@ def test_pieces_of_old_digest_are_ignored_and_evicted_first(
     disk = open_disk()
     write(disk, pieces, old)
     disk.put(b"k", TURN)
-    assert flushed(disk)
+    assert disk.flush(10)
     nbytes = disk.counters().nbytes
     disk.close(1.0)
     again = open_disk(budget=nbytes + 1000)
@@ -260,14 +259,14 @@ def test_least_recently_used_ends_are_evicted_first(open_disk: Open, pieces: lis
     write(disk, pieces, ids=other)  # shares the first piece
     total = disk.counters().nbytes
     assert len(files(disk)) == 5
-    assert fetch(disk) == ALL and flushed(disk)  # used last
+    assert fetch(disk) == ALL and disk.flush(10)  # used last
     small = open_disk(budget=total)
     small.offer(ROOT, pack(list(range(7000, 7150))), *offer_arguments(pieces[:1], [150]))
-    assert flushed(small) and small.counters().evictions == 1
+    assert small.flush(10) and small.counters().evictions == 1
     assert reach(small, ROOT, [*other, 1]) == 400
     smaller = open_disk(budget=conversation + 2 * pieces[0].nbytes + 2000)
     smaller.offer(ROOT, pack(list(range(8000, 8150))), *offer_arguments(pieces[:1], [150]))
-    assert flushed(smaller)
+    assert smaller.flush(10)
     assert fetch(smaller) == ALL  # its first piece is shared
     assert reach(smaller, ROOT, [*other, 1]) == 150
     assert smaller.counters().nbytes <= smaller.budget
@@ -285,7 +284,7 @@ def test_pieces_beyond_write_buffer_are_dropped(open_disk: Open, pieces: list[Pi
     disk = open_disk(buffer=pieces[0].nbytes + pieces[1].nbytes - 1)
     with disk._changing:  # the writer waits
         disk.offer(ROOT, pack(IDS), *offer_arguments(pieces))
-    assert flushed(disk) and disk.counters().dropped == 1
+    assert disk.flush(10) and disk.counters().dropped == 1
     assert fetch(disk) == ALL[:1]
     for _ in range(2):  # what was dropped is offered again
         write(disk, pieces)
@@ -299,7 +298,7 @@ def test_use_before_write_is_recorded(open_disk: Open, pieces: list[Piece]) -> N
     with disk._changing:  # the writer waits
         disk.offer(ROOT, pack(IDS[:150]), *offer_arguments(pieces[:1], PLACES[:1]))
         disk.offer(ROOT, pack(IDS), *offer_arguments(pieces))
-    assert flushed(disk)
+    assert disk.flush(10)
     assert len(disk._written) == 3  # no piece is offered twice
     assert fetch(disk) == ALL
 
@@ -309,9 +308,9 @@ def test_turns_stay_within_budget(open_disk: Open) -> None:
     disk = open_disk(budget=10 * nbytes)
     for n in range(20):
         disk.put(b"%d" % n, TURN)
-        assert flushed(disk)
+        assert disk.flush(10)
         disk.use(b"0")
-        assert flushed(disk)
+        assert disk.flush(10)
     assert disk.find([b"0", b"19", b"1"]) == [TURN, TURN, None]
     assert disk.counters().turns == 10 and disk.counters().nbytes == 10 * nbytes
 
@@ -350,11 +349,11 @@ class Clock:
 def test_clear_removes_pieces_and_turns(disk: DiskCache, pieces: list[Piece]) -> None:
     write(disk, pieces)
     disk.put(b"k", TURN)
-    assert flushed(disk)
+    assert disk.flush(10)
     with disk.writing_slowly():
         disk.offer(b"other", pack(IDS), *offer_arguments(pieces))
         disk.clear()
-    assert flushed(disk)
+    assert disk.flush(10)
     assert files(disk) == [] and fetch(disk) == [] and disk.find([b"k"]) == [None]
     assert disk.counters().nbytes == disk.counters().pieces == disk.counters().turns == 0
     assert b"of a client" in TURN.to_bytes()
@@ -554,7 +553,7 @@ def test_daily_write_budget_is_shared_by_processes(
         for _ in range(3):
             write(disk, pieces)
             disk.put(b"k", TURN)
-            assert flushed(disk)
+            assert disk.flush(10)
         later = open_disk(per_day=pieces[0].nbytes)
         write(later, pieces)
     assert [record.message.count("until midnight") for record in caplog.records] == [1, 1]
@@ -572,11 +571,11 @@ def test_daily_write_budget_is_shared_by_processes(
     write(unlimited, pieces[:2])
     assert fetch(unlimited) == ALL[:2]
     disk.put(b"k", TURN)
-    assert flushed(disk) and disk.find([b"k"]) == [None], "the other has used up the new day, too"
+    assert disk.flush(10) and disk.find([b"k"]) == [None], "the other has used up the new day, too"
     with closing(sqlite3.connect(disk.directory / DIRECTORY / index.NAME)) as file, file:
         file.execute("DELETE FROM written")
     disk.put(b"k", TURN)
-    assert flushed(disk) and disk.find([b"k"]) == [TURN] and not disk.counters().paused
+    assert disk.flush(10) and disk.find([b"k"]) == [TURN] and not disk.counters().paused
 
 
 def test_daily_write_budget_is_renewed_at_midnight(
@@ -605,7 +604,7 @@ def test_refused_piece_does_not_undo_uses(open_disk: Open, pieces: list[Piece]) 
         disk.offer(ROOT, pack(IDS[:150]), *offer_arguments(pieces[:1], PLACES[:1]))
         assert reach(disk, b"used", [*IDS, 1]) == 150
         disk.offer(b"used", pack(IDS[:150]), *offer_arguments(pieces[:1], PLACES[:1]))
-    assert flushed(disk)
+    assert disk.flush(10)
     assert reach(disk, ROOT, [*IDS, 1]) == 0
     small = open_disk(budget=open_disk().counters().nbytes)
     write(small, pieces[:1], root=b"new")
@@ -688,7 +687,7 @@ def test_removed_pieces_directory_is_recreated(
     """Its pieces are computed again; turns are stored elsewhere."""
     write(disk, pieces)
     disk.put(b"k", TURN)
-    assert flushed(disk)
+    assert disk.flush(10)
     shutil.rmtree(disk.directory / DIRECTORY / PIECES)
     with caplog.at_level(logging.WARNING):
         assert fetch(disk) == [] and disk.find([b"k"]) == [TURN]
@@ -758,7 +757,7 @@ def test_index_of_older_version_is_replaced(open_disk: Open, pieces: list[Piece]
     disk = open_disk()
     write(disk, pieces)
     disk.put(b"k", TURN)
-    assert flushed(disk)
+    assert disk.flush(10)
     path = disk.directory / DIRECTORY / index.NAME
     disk.close(1.0)
     with sqlite3.connect(path) as file:
@@ -816,7 +815,7 @@ TURN = GeneratedTurn(
 def test_turns_outlive_process(open_disk: Open) -> None:
     disk = open_disk()
     disk.put(b"key", TURN)
-    assert flushed(disk)
+    assert disk.flush(10)
     again = open_disk()
     assert again.find([b"key", b"other"]) == [TURN, None]
 
@@ -831,9 +830,9 @@ def test_written_turn_ends_failure(
             with monkeypatch.context() as patched:
                 patched.setattr(disk._index, "put", lambda *_: os.open("", os.O_RDONLY))
                 disk.put(key, TURN)
-                assert flushed(disk)
+                assert disk.flush(10)
             disk.put(key, TURN)
-            assert flushed(disk)
+            assert disk.flush(10)
     assert [" works again" in record.message for record in caplog.records] == [False, True] * 2
 
 
@@ -851,7 +850,7 @@ def test_turns_are_read_while_another_process_writes(
     """``find`` runs on the event loop: it must not wait for a writer that takes seconds."""
     disk.put(b"k", TURN)
     put_damaged(disk, 0, monkeypatch)
-    assert flushed(disk)
+    assert disk.flush(10)
     other = sqlite3.connect(disk.directory / DIRECTORY / index.NAME, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with closing(other), ThreadPoolExecutor(1) as loop, disk._changing:
@@ -860,7 +859,7 @@ def test_turns_are_read_while_another_process_writes(
         assert disk.counters().damaged == 1
         other.execute("ROLLBACK")
     disk.put(b"last", TURN)
-    assert flushed(disk) and disk.counters().turns == 2
+    assert disk.flush(10) and disk.counters().turns == 2
 
 
 @pytest.mark.parametrize(
@@ -876,7 +875,7 @@ def test_turns_are_read_during_full_scan(
 ) -> None:
     """``find`` runs on the event loop: it must not wait for a scan that takes a second."""
     disk.put(b"k", TURN)
-    assert flushed(disk)
+    assert disk.flush(10)
     reading, may_end = threading.Event(), threading.Event()
 
     def wait() -> int:
@@ -905,7 +904,7 @@ def test_failed_write_is_retried_when_offered_again(
 
     def put_and_wait(job: Any) -> None:
         put(job)
-        flushed(disk)
+        disk.flush(10)
 
     def full(*_: object) -> list[str]:
         raise sqlite3.OperationalError("disk is full")
@@ -929,7 +928,7 @@ def test_failed_write_is_retried_when_offered_again(
 @pytest.mark.parametrize("at", [0, 5, 20, -1])
 def test_damaged_turn_is_dropped(disk: DiskCache, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     put_damaged(disk, at, monkeypatch)
-    assert flushed(disk)
+    assert disk.flush(10)
     for _ in range(2):
         assert disk.find([b"damaged"]) == [None] and disk.counters().damaged == 1
-    assert flushed(disk) and disk.counters().turns == 0
+    assert disk.flush(10) and disk.counters().turns == 0

@@ -61,7 +61,7 @@ def model_logprobs(engine: MlxEngine, prompt: tuple[int, ...], ids: tuple[int, .
         logits = logits.astype(mx.float32)
         return (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
 
-    return engine._thread.call(scores).result()
+    return engine.loop.thread.call(scores).result()
 
 
 def assert_logprobs(

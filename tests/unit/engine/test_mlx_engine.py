@@ -20,7 +20,6 @@ pytest.importorskip("mlx.core")
 import mlx.core as mx
 from engine_models import (
     answer,
-    flushed,
     load_module,
     loading,
     of_mlx_lm,
@@ -178,7 +177,7 @@ def idle(engine: MlxEngine) -> bool:
             engine.loop.requests or engine.loop.batches or scheduler._prompts or scheduler._answers
         )
 
-    return engine._thread.call(is_idle).result()
+    return engine.loop.thread.call(is_idle).result()
 
 
 @pytest.mark.nightly(sample=2)
@@ -484,10 +483,10 @@ def test_request_to_dying_thread_fails(tiny: Path, run: Run) -> None:
 
     async def send() -> Any:
         engine.loop.scheduler.next = die  # type: ignore[method-assign, assignment]
-        engine._thread.call(bool)
+        engine.loop.thread.call(bool)
         await asyncio.to_thread(dying.wait, 60)
         task = asyncio.ensure_future(answer(engine, words(3, 50)))
-        while engine._thread._calls.qsize() < 2:  # `arrive` and `admit`
+        while engine.loop.thread._calls.qsize() < 2:  # `arrive` and `admit`
             await asyncio.sleep(0.001)
         may_die.set()
         with pytest.raises(HostError) as error:
@@ -546,7 +545,7 @@ def test_dead_thread_ends_all_requests(
             with pytest.raises(HarmonyFailure) as error:
                 run(answer(engine, words(3, 50)))
             assert error.value.status == 503
-        engine._thread._thread.join(10)
+        engine.loop.thread._thread.join(10)
     assert not engine.healthy
     engine.close()
 
@@ -871,7 +870,7 @@ def test_wired_memory_is_released_while_idle(
         run(answer(engine, words(1, 20)))
         wait(5)
         assert len(callers) == 5 and len(computed) >= 40
-        assert set(callers) == {engine._thread._thread.name}
+        assert set(callers) == {engine.loop.thread._thread.name}
     finally:
         engine.close()
 
@@ -926,7 +925,7 @@ def test_request_that_finds_no_memory_leaves_prefix_cache(
             await answer(engine, words(1, 300), max_tokens=2)
             nbytes = engine.cache.counters().nbytes
             request = waiting_for_memory(engine, 10**9, 0.0)
-            engine._thread.call(lambda: None)  # it looks for work, and for memory
+            engine.loop.thread.call(lambda: None)  # it looks for work, and for memory
             with pytest.raises(HostError):
                 await request.next()
             assert engine.cache.counters().nbytes == nbytes > 0
@@ -948,7 +947,7 @@ def test_prefix_cache_is_evicted_only_if_that_makes_room(
             waiting_for_memory(engine, missing, 0.0)
             assert (
                 nbytes
-                and engine._thread.call(partial(engine.loop._make_room, 99)).result() == evicted
+                and engine.loop.thread.call(partial(engine.loop._make_room, 99)).result() == evicted
             )
             assert (engine.cache.counters().nbytes < nbytes) == evicted
         finally:
@@ -975,7 +974,7 @@ def test_eviction_waits_for_pending_writes(
             for seed in range(5):
                 await answer(engine, words(seed, 300), max_tokens=2)
             waiting_for_memory(engine, 1, 0.0)
-            fits = partial(engine._thread.call, partial(engine.loop._make_room, 99))
+            fits = partial(engine.loop.thread.call, partial(engine.loop._make_room, 99))
             for _ in range(5):
                 assert not fits().result()
                 assert engine.cache.counters().evictions == 1
@@ -983,10 +982,10 @@ def test_eviction_waits_for_pending_writes(
 
             def written() -> bool:
                 may_write.set()
-                return flushed(disk, 60) and engine.loop._make_room(99)
+                return disk.flush(60) and engine.loop._make_room(99)
 
             # In one call, since the engine begins the request as soon as there is memory.
-            assert engine._thread.call(written).result()
+            assert engine.loop.thread.call(written).result()
             assert engine.cache.counters().evictions == 1 and disk.evicted == 0
         finally:
             may_write.set()
@@ -1045,7 +1044,7 @@ def test_requests_are_accessed_only_on_engine_thread(tiny: Path, run: Run) -> No
 
     try:
         run(test())
-        assert owned.readers == {engine._thread._thread.name}
+        assert owned.readers == {engine.loop.thread._thread.name}
     finally:
         engine.close()
 
@@ -1290,7 +1289,7 @@ def test_prompt_of_killed_server_is_on_disk(
             async for step in stream:
                 if step.progress is not None and step.progress.processed >= 7 * CHUNK:
                     break
-            await asyncio.to_thread(flushed, disk)
+            await asyncio.to_thread(disk.flush, 10)
             other = PrefixCache(engine.loop.module, PrefixTree(1 << 30), open_disk(), b"weights")
             return (await other.find(prompt, "")).cached
 
@@ -1316,7 +1315,7 @@ def test_requests_of_two_event_loops_reuse_disk(
 
     first = open_with_disk()
     expected = [run(answer(first, prompt, max_tokens=8)) for prompt in prompts]
-    assert first.cache._disk is not None and flushed(first.cache._disk)
+    assert first.cache._disk is not None and first.cache._disk.flush(10)
     first.close()
     second, load = open_with_disk(), DiskCache._load
     barrier = threading.Barrier(2)
@@ -1362,7 +1361,7 @@ def test_memory_stays_within_limit_after_every_step(tiny: Path, run: Run, tree: 
         budget = engine.budget
         room = device.used() + budget.work + budget.layout.nbytes(1506)
         limit(engine, room)
-        engine._thread._work = work_and_measure
+        engine.loop.thread._work = work_and_measure
         for prompt, expected_answer in zip(prompts, expected, strict=True):
             assert run(answer(engine, prompt, max_tokens=6)) == expected_answer
         assert max(used) <= room
@@ -1435,7 +1434,7 @@ def test_slow_disk_does_not_block_prompt(
         assert run(answer(engine, long, max_tokens=2)) == expected
         assert disk.counters().dropped > 0
         may_write.set()
-        assert flushed(disk, 60) and disk.evicted == 0
+        assert disk.flush(60) and disk.evicted == 0
     finally:
         may_write.set()
         engine.close()
@@ -1447,7 +1446,7 @@ def test_memory_pool_is_empty_when_idle(tiny: Path, run: Run) -> None:
     try:
         run(answer(engine, words(1, 1500), max_tokens=4))
         assert idle(engine)
-        engine._thread.call(lambda: None).result()
+        engine.loop.thread.call(lambda: None).result()
         until = time.monotonic() + 20
         while mx.get_cache_memory() and time.monotonic() < until:
             time.sleep(0.01)

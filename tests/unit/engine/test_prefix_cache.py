@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
-from engine_models import flushed
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache
 
 from vllm_mlx_harmony.core import vocab
@@ -62,7 +61,7 @@ def test_pieces_are_read_from_disk_after_restart(random_model: Any, disk: DiskCa
     first = new_cache(random_model, disk)
     assert restore(first, [*IDS, 1])[1] == 0
     computed = compute(random_model, first, IDS)
-    assert flushed(disk)
+    assert disk.flush(10)
     again = new_cache(random_model, disk)
     assert again.lookup([*IDS, 1], "").in_memory == 0
     layers, cached = restore(again, [*IDS, 1])
@@ -80,7 +79,7 @@ def test_tenants_and_models_do_not_share_pieces(model: Any, disk: DiskCache) -> 
     tree: PrefixTree[Any] = PrefixTree(PLENTY)
     first, second = PrefixCache(model, tree, disk, b"one"), PrefixCache(model, tree, disk, b"other")
     compute(model, first, IDS, "alice")
-    assert flushed(disk)
+    assert disk.flush(10)
     for cache in (first, PrefixCache(model, PrefixTree(PLENTY), disk, b"one")):
         assert [cached_length(cache, [*IDS, 1], name) for name in ("alice", "bob", "")] == [
             600,
@@ -90,7 +89,7 @@ def test_tenants_and_models_do_not_share_pieces(model: Any, disk: DiskCache) -> 
         assert restore(cache, [*IDS, 1], "bob")[1] == 0
     assert cached_length(second, [*IDS, 1], "alice") == 0
     compute(model, second, IDS, SHARED_TENANT)
-    assert flushed(disk)
+    assert disk.flush(10)
     for cache in (second, PrefixCache(model, PrefixTree(PLENTY), disk, b"other")):
         assert [restore(cache, [*IDS, 1], name)[1] for name in ("alice", "bob")] == [600, 600]
 
@@ -102,7 +101,7 @@ def test_cache_without_disk_or_identity_is_in_memory(
     cache = PrefixCache(model, PrefixTree(PLENTY), None if weights else disk, weights)
     compute(model, cache, IDS)
     assert restore(cache, [*IDS, 1])[1] == 600
-    assert flushed(disk) and disk.counters().pieces == 0
+    assert disk.flush(10) and disk.counters().pieces == 0
 
 
 def test_restored_layers_are_copies(model: Any) -> None:
@@ -141,7 +140,7 @@ def test_piece_evicted_before_use_is_computed(
 ) -> None:
     """The pieces from disk that continue it cannot be used either."""
     compute(model, new_cache(model, disk), IDS)
-    assert flushed(disk)
+    assert disk.flush(10)
     cache, layers = new_cache(model, disk), model.make_cache()
     model(mx.array([IDS[:200]]), cache=layers)
     cache.store(IDS[:200], layers, "")
@@ -172,7 +171,7 @@ def test_memory_of_waiting_pieces_is_bounded(
     first = new_cache(model, open_disk())
     for person in range(4):
         compute(model, first, [person, *IDS])
-    assert first._disk is not None and flushed(first._disk)
+    assert first._disk is not None and first._disk.flush(10)
     disk = open_disk(buffer=first._disk.counters().nbytes // 4)
     cache = new_cache(model, disk)
     turns: list[int] = []
@@ -208,7 +207,7 @@ def test_memory_of_waiting_pieces_is_bounded(
 
 def test_simultaneous_prompts_are_read_once(model: Any, disk: DiskCache) -> None:
     compute(model, new_cache(model, disk), IDS)
-    assert flushed(disk)
+    assert disk.flush(10)
     cache = new_cache(model, disk)
 
     async def both() -> list[Match]:
@@ -223,7 +222,7 @@ def test_simultaneous_prompts_are_read_once(model: Any, disk: DiskCache) -> None
 
 def test_prompts_of_any_event_loop_are_read(model: Any, disk: DiskCache) -> None:
     compute(model, new_cache(model, disk), IDS)
-    assert flushed(disk)
+    assert disk.flush(10)
 
     async def both(cache: PrefixCache) -> list[Match]:
         matches = [await cache.find([*IDS, last], "") for last in (1, 2)]
@@ -236,7 +235,7 @@ def test_prompts_of_any_event_loop_are_read(model: Any, disk: DiskCache) -> None
 
 def test_pieces_in_memory_are_not_read_from_disk(model: Any, disk: DiskCache) -> None:
     compute(model, new_cache(model, disk), IDS)
-    assert flushed(disk)
+    assert disk.flush(10)
     cache = new_cache(model, disk)
     match = cache.lookup([*IDS, 1], "")
     compute(model, cache, IDS)
@@ -248,7 +247,7 @@ def test_pieces_in_memory_are_not_read_from_disk(model: Any, disk: DiskCache) ->
 def test_piece_that_overlaps_memory_is_used_in_part(model: Any, disk: DiskCache) -> None:
     """The same ids were cut elsewhere: only the rest of the piece is used."""
     computed = compute(model, new_cache(model, disk), IDS)
-    assert flushed(disk)
+    assert disk.flush(10)
     cache, half = new_cache(model, disk), model.make_cache()
     model(mx.array([IDS[:350]]), cache=half)
     cache.store(IDS[:350], half, "")
@@ -261,7 +260,7 @@ def test_piece_that_overlaps_memory_is_used_in_part(model: Any, disk: DiskCache)
 def test_pieces_that_fit_memory_are_restored(model: Any, disk: DiskCache) -> None:
     first = new_cache(model, disk)
     compute(model, first, IDS)
-    assert flushed(disk)
+    assert disk.flush(10)
     _, held = first._tree.find(first._owners(""), pack([*IDS, 1]))
     cache = new_cache(model, disk, sum(piece.nbytes for piece in held[:2]))
     layers, cached = cache.restore(asyncio.run(cache.load(cache.lookup([*IDS, 1], ""))))
@@ -271,7 +270,7 @@ def test_pieces_that_fit_memory_are_restored(model: Any, disk: DiskCache) -> Non
 def test_piece_evicted_from_memory_stays_on_disk(model: Any, disk: DiskCache) -> None:
     cache = new_cache(model, disk)
     compute(model, cache, IDS)
-    assert flushed(disk)
+    assert disk.flush(10)
     held = cache.counters().nbytes
     assert 0 < cache.evict(1) < held
     assert cache.lookup([*IDS, 1], "").in_memory == 500
@@ -294,7 +293,7 @@ def test_disabled_cache_stores_nothing(model: Any, disk: DiskCache) -> None:
     cache = new_cache(model, disk, budget=0)
     compute(model, cache, IDS)
     assert not cache.enabled and restore(cache, [*IDS, 1])[1] == 0
-    assert flushed(disk) and disk.counters().pieces == 0
+    assert disk.flush(10) and disk.counters().pieces == 0
     assert (cache.counters().hits, cache.counters().misses, cache.counters().refused) == (0, 0, 0)
 
 
@@ -321,7 +320,7 @@ def test_failure_costs_only_reuse(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     compute(model, new_cache(model, disk), IDS)
-    assert flushed(disk)
+    assert disk.flush(10)
 
     def fail(*args: Any, **keywords: Any) -> Any:
         raise RuntimeError("no room")
@@ -332,7 +331,7 @@ def test_failure_costs_only_reuse(
     layers, cached = cache.restore(match)
     assert cached == layers[0].offset == (0 if broken in {"join", "imported"} else 600)
     compute(model, cache, [7, *IDS])
-    assert flushed(disk)
+    assert disk.flush(10)
     assert "no room" in caplog.text
     monkeypatch.undo()
     assert restore(cache, [*IDS, 1])[1] == 600

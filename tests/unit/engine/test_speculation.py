@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("mlx.core")
 
 import mlx.core as mx
-from engine_models import flushed, loading
+from engine_models import loading
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
@@ -408,7 +408,7 @@ def test_drafted_answer_is_reused_from_disk(
                 totals = engine.totals
                 assert totals.drafts_accepted > 20
                 assert totals.drafts_rejected > 20
-                flushed(disk, 60.0)
+                disk.flush(60.0)
                 continue
             assert run(engine.reusable_tokens([*ids, 7], "")) == len(ids)
             continued = run(answer(engine, [*ids, 7, 16], seed=2))

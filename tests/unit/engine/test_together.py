@@ -68,10 +68,10 @@ async def start_at_once(engine: MlxEngine, *coroutines: Any) -> list[asyncio.Tas
         holding.set()
         held.wait(60)
 
-    engine._thread.call(hold)
+    engine.loop.thread.call(hold)
     await asyncio.to_thread(holding.wait, 60)
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    while engine._thread._calls.qsize() < 2 * len(tasks):  # `arrive` and `admit` of each
+    while engine.loop.thread._calls.qsize() < 2 * len(tasks):  # `arrive` and `admit` of each
         await asyncio.sleep(0.001)
     held.set()
     return tasks
@@ -180,7 +180,7 @@ def test_cancelled_row_does_not_affect_others(engine: MlxEngine, run: Run, when:
         tasks = await start_at_once(engine, *(answer(engine, prompt) for prompt in prompts))
         assert await asyncio.to_thread(computing.wait, 10)
         tasks[1].cancel()
-        while engine._thread._calls.empty():  # `cancel`
+        while engine.loop.thread._calls.empty():  # `cancel`
             await asyncio.sleep(0.001)
         may_go_on.set()
         return await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx_lm.utils
-from engine_models import flushed
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli import doctor
@@ -37,7 +36,7 @@ def filled_disk(directory: Path) -> DiskCache:
     piece = np.zeros(16, np.uint8)
     offered = [(end, piece) for end in (1, 2, 3)]
     disk.offer(b"root", pack([7, 8, 9]), offered, lambda _: {"whole": tensor})
-    assert flushed(disk)
+    assert disk.flush(10)
     return disk
 
 
@@ -134,7 +133,7 @@ def test_disk_identifies_a_model_by_its_files(
         await engine.stop()
 
     asyncio.run(compute())
-    assert flushed(disk)
+    assert disk.flush(10)
     assert disk.counters().pieces == (0 if changed else 1)
     shutil.rmtree(disk.directory)
     disk.close(1.0)

@@ -550,6 +550,10 @@ class DiskCache:
         paused = self._spent_on == today or time.monotonic() < self._paused_until
         return replace(self._counters, waiting=self._writer.waiting, paused=paused, **found)
 
+    def flush(self, timeout: float | None = None) -> bool:
+        """Waits until everything is written, at most ``timeout`` seconds; returns whether it is."""
+        return self._writer.flush(timeout)
+
     def close(self, timeout: float = 0.0) -> None:
         """Writes for ``timeout`` seconds what still waits, at full speed, and ends."""
         self._closing = True

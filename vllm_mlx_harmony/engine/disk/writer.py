@@ -132,6 +132,11 @@ class Writer:
             del job  # its buffers are the engine's memory
             self.queue.task_done()
 
+    def flush(self, timeout: float | None) -> bool:
+        """Waits until all jobs are done, at most ``timeout`` seconds; returns whether they are."""
+        with (done := self.queue.all_tasks_done):
+            return done.wait_for(lambda: not self.queue.unfinished_tasks, timeout)
+
     def close(self, timeout: float) -> bool:
         """For up to ``timeout`` seconds, works on what still waits, at full speed; returns
         whether all is done."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -313,18 +313,27 @@ def test_credentials_without_url_are_rejected() -> None:
     assert SECRET not in str(caught.value)
 
 
-class _Strange(BaseHTTPRequestHandler):
-    """A server that does not speak MCP; ``seen`` are the paths and tokens of its requests."""
+class StrangeServer(ThreadingHTTPServer):
+    """A server that does not speak MCP."""
 
-    seen: ClassVar[list[tuple[str, str | None]]] = []
+    daemon_threads = True
     elsewhere = ""
 
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.seen: list[str] = []
+        """The paths of its requests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: StrangeServer
+
     def do_POST(self) -> None:
-        self.seen.append((self.path, self.headers.get("authorization")))
+        self.server.seen.append(self.path)
         self.rfile.read(int(self.headers.get("content-length", 0)))
         if self.path.endswith("/redirect"):
             self.send_response(307)
-            self.send_header("location", self.elsewhere)
+            self.send_header("location", self.server.elsewhere)
             self.send_header("content-length", "0")
             self.end_headers()
         elif self.path == "/silent":
@@ -357,9 +366,8 @@ class _Strange(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def strange() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Strange)
-    server.daemon_threads = True
+def strange() -> Iterator[StrangeServer]:
+    server = StrangeServer()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -383,10 +391,9 @@ def test_unreachable_server_is_an_error(
     """
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(client_servers, "START_TIMEOUT", 2.0)
-    _Strange.seen.clear()
     with strange() as server, strange() as other:
         port = server.server_address[1]
-        _Strange.elsewhere = f"http://127.0.0.1:{other.server_address[1]}/stolen"
+        server.elsewhere = f"http://127.0.0.1:{other.server_address[1]}/stolen"
         host = host_with_urls(f"http://127.0.0.1:{port}")
         began = time.monotonic()
 
@@ -411,8 +418,7 @@ def test_unreachable_server_is_an_error(
 
         run_cleanly(host, body)
     assert time.monotonic() - began < 45
-    assert _Strange.seen
-    assert "/stolen" not in [path for path, _ in _Strange.seen]
+    assert server.seen and not other.seen
     assert SECRET not in caplog.text
     assert BODY_TEXT not in caplog.text
 
@@ -436,7 +442,7 @@ def test_url_of_operator_server_is_secret(
 
     with strange() as strange_server:
         port = strange_server.server_address[1]
-        _Strange.elsewhere = f"http://127.0.0.1:{port + 1}/{SECRET}/elsewhere"
+        strange_server.elsewhere = f"http://127.0.0.1:{port + 1}/{SECRET}/elsewhere"
         url = f"http://127.0.0.1:{port}/{SECRET}/{path}"
         config = ServerConfig.model_validate({"transport": how, "url": url})
         reason = run(problem(McpServer("there", config, 5.0)))
@@ -450,7 +456,6 @@ def test_url_of_operator_server_is_secret(
 
 def test_private_address_needs_explicit_pattern() -> None:
     """Names of private addresses are refused in every spelling, before any connection."""
-    _Strange.seen.clear()
     with strange() as server:
         port = server.server_address[1]
         for name in ("localhost", "127.0.0.1", "2130706433", "0x7f.1", "[::ffff:127.0.0.1]"):
@@ -462,7 +467,7 @@ def test_private_address_needs_explicit_pattern() -> None:
             assert "no public address" in caught.value.message or "cannot be resolved" in (
                 caught.value.message
             )
-        assert _Strange.seen == []
+        assert server.seen == []
 
 
 PATTERNS: list[tuple[str, str, bool]] = [
