@@ -213,7 +213,7 @@ def decoding(name: str, engine: MlxEngine, tokenizer: Any) -> Iterator[Row]:
 
 def on_thread(engine: MlxEngine, function: Callable[[], float]) -> float:
     """What ``function`` returns where the model is."""
-    return engine._thread.call(function).result()
+    return engine.loop.thread.call(function).result()
 
 
 def by_mlx_lm(engine: MlxEngine, tokenizer: Any, prompt: Sequence[int]) -> float:
