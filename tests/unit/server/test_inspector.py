@@ -136,9 +136,11 @@ def test_request_is_shown_with_prompt_and_all_ids(site: Site, api: str, stream: 
     assert events == answer.text if stream else json.loads(events) == answer.json()
 
 
-def test_unstarted_background_response_is_not_listed(site: Site) -> None:
+def test_unstarted_background_response_is_not_listed() -> None:
     """Only ended requests are dropped from the list, so it would stay for ever."""
-    installed_in(site.app).settings = ServerSettings(background_bytes=-1)
+    host = SingleEngineHost(ScriptedEngine({}))
+    host.server_settings = ServerSettings(background_bytes=-1)
+    site = Site(host)
     assert site.post("responses", background=True).status_code == 503
     assert site.rows == []
 
