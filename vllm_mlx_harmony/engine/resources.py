@@ -67,6 +67,14 @@ def configure(
     options = replace(options, costs_file=remembering / COSTS)
 
 
+def reset() -> None:
+    """Closes the prefix caches, and restores what there was before `configure`."""
+    global options, disk, _budget
+    close()
+    options, disk, _budget = Options(), None, None
+    tree.cache_clear()
+
+
 def configured_options(settings: EngineSettings) -> Options:
     """Options of engines by the environment, before any flags."""
     return Options(
@@ -119,17 +127,16 @@ def open_disk(directory: str, gigabytes: float, per_day: int) -> DiskCache | Non
         raise HostError(f"--ssd-cache-max-gb must be greater than 0, not {gigabytes:g}")
     path = Path(directory).expanduser()
     try:
-        found = DiskCache(path, int(gigabytes * (1 << 30)), budget(), per_day)
+        return DiskCache(path, int(gigabytes * (1 << 30)), budget(), per_day)
     except Failed as error:
         logger.warning("prefix cache: disk cache disabled: %s cannot be used (%s)", path, error)
         return None
-    atexit.register(found.close, WRITTEN_WITHIN)
-    return found
 
 
+@atexit.register
 def close() -> None:
-    """Writes what is pending, when a server ends. uvicorn ends the process by the signal that it
-    got, so that nothing registered with `atexit` runs."""
+    """Writes what is pending. Servers call it when they end, too: uvicorn ends the process by the
+    signal that it got, so that nothing registered with `atexit` runs."""
     if disk is not None:
         disk.close(WRITTEN_WITHIN)
 

@@ -13,6 +13,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,9 @@ Command = Callable[[argparse.Namespace], object]
 
 _hooks: list[tuple[Namespace, Command, Command]] = []
 """Namespaces (the module's, and `__main__`'s under `python -m`), their command, and the hook."""
+
+_undo = ExitStack()
+"""Reverts what an activation has done."""
 
 
 def install(namespace: Namespace | None = None) -> None:
@@ -68,9 +72,9 @@ def install(namespace: Namespace | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Removes the hook, and restores the very objects that were replaced in vllm-mlx."""
-    if contract := sys.modules.get(f"{__package__}.contract"):
-        contract.deactivate()
+    """Removes the hook, restores the very objects that were replaced in vllm-mlx, and closes the
+    prefix cache."""
+    _undo.close()
     remove_hooks()
 
 
@@ -101,18 +105,21 @@ def _activate(args: argparse.Namespace) -> None:
         from vllm_mlx_harmony.server.settings import ServerSettings
 
         settings = ServerSettings.read()
-        _check(args, settings)
+        _reject_unusable_options(args, settings)
         several = bool(getattr(args, "models_config", None))
+        reasoning_parser = args.reasoning_parser or "harmony"
+        _undo.callback(contract.deactivate)
         contract.activate(settings, args.tool_call_parser, several=several)
-        _apply(args, settings)
         enforcement.warm_up(settings.grammar)
+        _configure_engines(args, settings)
         # Flags that belong to the given one, for vllm-mlx's own code. Not with several models:
         # there they would change the answers of those that are not Harmony models.
         if not several:
             args.enable_auto_tool_choice = True
-            args.reasoning_parser = args.reasoning_parser or "harmony"
+            args.reasoning_parser = reasoning_parser
         logger.debug("requirements: %s", ", ".join(contract.changes()))
     except HostError:
+        uninstall()
         raise
     except Exception as error:  # the plugin may fail, vllm-mlx may not
         logger.debug("activation failed", exc_info=True)
@@ -120,7 +127,7 @@ def _activate(args: argparse.Namespace) -> None:
         _warn(f"not active: {type(error).__name__}: {error}. vllm-mlx runs on its own")
 
 
-def _check(args: argparse.Namespace, settings: ServerSettings) -> None:
+def _reject_unusable_options(args: argparse.Namespace, settings: ServerSettings) -> None:
     """Raises HostError for options that no request could be served with, and unusable settings of
     tool servers."""
     _check_flags(args)
@@ -166,7 +173,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise HostError("--api-key is not printable ASCII without spaces around it")
 
 
-def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
+def _configure_engines(args: argparse.Namespace, settings: ServerSettings) -> None:
     """Configures engines and caches by flags and settings. Raises HostError for an invalid one."""
     from vllm_mlx_harmony.engine import resources, status_line
     from vllm_mlx_harmony.host import flags, startup_banner, tools
@@ -175,6 +182,7 @@ def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
     named_flags = flags.explicit_flags(args)
     options = resources.engine_options(args, resources.configured_options(settings))
     budget, directory = flags.cache_budget(named_flags), getattr(args, "ssd_cache_dir", None)
+    _undo.callback(resources.reset)
     resources.configure(
         options,
         settings.cache if budget is None else budget,
@@ -183,10 +191,12 @@ def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
         settings.ssd_writes,
     )
     without_effect = flags.without_effect(named_flags, enabled=resources.budget() > 0)
+    _undo.callback(setattr, tools, "running", None)
     running = tools.start_browser(settings, getattr(args, "mcp_config", None))
     startup_banner.set_flags(args, without_effect, running, inspected=settings.inspect)
     if path := getattr(args, "models_config", None):
         startup_banner.show(("models", f"{path}, loaded on demand"))
+    # Last, because nothing stops it.
     status_line.start(
         lambda: [(name, engine.status()) for name, engine in serving()],
         enabled=settings.status_line,

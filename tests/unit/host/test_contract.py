@@ -7,6 +7,7 @@ import ast
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,8 @@ from fastapi.testclient import TestClient
 
 from vllm_mlx_harmony import host
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.engine import resources
+from vllm_mlx_harmony.engine.mlx_engine import Options
 from vllm_mlx_harmony.host import (
     activation,
     contract,
@@ -30,6 +33,7 @@ from vllm_mlx_harmony.host import (
     mount,
     patching,
     server_globals,
+    startup_banner,
 )
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.mount import Route
@@ -54,9 +58,11 @@ def warm() -> None:
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     host.uninstall()
+    contract.deactivate()
     before = snapshot()
     yield
     host.uninstall()
+    contract.deactivate()
     assert differences(before) == []
 
 
@@ -443,6 +449,30 @@ def test_bug_in_a_patch_leaves_the_host_unpatched(
     assert "RuntimeError: a bug" in line
 
 
+def test_failed_activation_leaves_nothing_running(
+    served: ServeCommand,
+    table: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def bug(*_: object, **__: object) -> None:
+        assert resources.disk is not None and resources.budget() == 64 << 20
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(startup_banner, "set_flags", bug)
+    threads = set(threading.enumerate())
+    host.install()
+    flags = ("--tool-call-parser=harmony", "--cache-memory-mb=64", "--max-num-seqs=3")
+    args = parse_flags("MODEL", *flags, f"--ssd-cache-dir={tmp_path}")
+    assert vllm_mlx.cli.serve_command(args) == "served"
+    assert "not active: RuntimeError: a bug" in capsys.readouterr().err
+    assert served.changed == [] and not args.enable_auto_tool_choice
+    assert resources.disk is None and resources.options == Options()
+    left = {thread.name for thread in set(threading.enumerate()) - threads}
+    assert left <= {"harmony-grammar"}  # it ends by itself
+
+
 def test_removed_host_flag_is_reported(
     served: ServeCommand, table: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -624,7 +654,7 @@ def test_real_table_fits_the_real_host(name: str) -> None:
     assert "POST /v1/chat/completions" in contract.changes()
     assert entry_points.in_use().sources[entry_points.PROMPT_RENDERERS]
     assert differences(before) != []
-    host.uninstall()
+    contract.deactivate()
     assert differences(before) == []
 
 

@@ -174,10 +174,10 @@ def test_disabled_prefix_cache_is_not_called_on(
 )
 def test_startup_log_has_the_size_of_the_prefix_cache(line: str, expected: str) -> None:
     try:
-        activation._apply(parse(*line.split()), ServerSettings(cache=7 * MB))
+        activation._configure_engines(parse(*line.split()), ServerSettings(cache=7 * MB))
         assert dict(startup_banner._common())["prefix cache"] == expected
     finally:
-        activation._apply(parse(), ServerSettings())
+        activation._configure_engines(parse(), ServerSettings())
 
 
 @pytest.mark.parametrize("line", ["", "--continuous-batching"])
@@ -237,7 +237,7 @@ def test_every_flag_of_the_host_is_classified() -> None:
 
 def test_mllm_flag_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HostError, match="--mllm is not supported: gpt-oss takes text only"):
-        activation._check(parse("--mllm"), ServerSettings())
+        activation._reject_unusable_options(parse("--mllm"), ServerSettings())
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def test_startup_log_has_web_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(browser, "of", lambda settings: fake_browser)
     monkeypatch.setattr(tools, "running", None)
     settings = ServerSettings(web_search="ddgs")
-    activation._check(parse(), settings)
-    activation._check(parse(), replace(settings, tools=Use.ALL))
+    activation._reject_unusable_options(parse(), settings)
+    activation._reject_unusable_options(parse(), replace(settings, tools=Use.ALL))
     lines = tools.start_browser(settings, None)
     assert tools.running is not None and tools.running.use is Use.ON
     startup_banner.set_flags(argparse.Namespace(), (), lines)
