@@ -456,27 +456,26 @@ class EngineLoop:
 
         Evicts cached pieces if that suffices, and fails the request after `ADMISSION_TIMEOUT`.
         """
-        budget, request = self.budget, self.requests[number]
+        budget, request, now = self.budget, self.requests[number], time.perf_counter()
         if request.max_length >= self._too_long:
-            request.other_bytes = -1  # others run: their memory will be freed
+            request.hopeless_since = now  # others run: their memory will be freed
             return False
         running, own = self._running()
         ends = [*(other.max_length for other in running), request.max_length]
-        other_bytes, now = device.used() - own, time.perf_counter()
+        other_bytes = device.used() - own
         missing = budget.missing(other_bytes, ends)
+        request.lacking_since = min(request.lacking_since, now) if missing else inf
         # A slow disk is not a lack of memory: what waits to be written is given up after a while.
-        since = request.admission_deadline - ADMISSION_TIMEOUT
-        late = missing > 0 and request.other_bytes >= 0 and now > since + WRITE_TIMEOUT
-        freed = late and self.cache.give_up_writing()
-        if self.cache.make_room(missing, writing=not late) or freed:
+        late = now > request.lacking_since + WRITE_TIMEOUT
+        if self.cache.make_room(missing, may_wait=not late):
             mx.clear_cache()
             other_bytes = device.used() - own
             missing = budget.missing(other_bytes, ends)
         if running and missing:
             self._too_long = request.max_length
         if running or other_bytes != request.other_bytes:
-            request.other_bytes, request.admission_deadline = other_bytes, now + ADMISSION_TIMEOUT
-        elif missing and now > request.admission_deadline:
+            request.other_bytes, request.hopeless_since = other_bytes, now
+        elif missing and now > request.hopeless_since + ADMISSION_TIMEOUT:
             logger.error("%d bytes are missing for a request, and none are freed", missing)
             self._put(request, _no_memory())
             self._forget(request)

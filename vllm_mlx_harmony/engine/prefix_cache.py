@@ -234,16 +234,16 @@ class PrefixCache:
         """To be held while the engine computes, which writing to the disk would slow down."""
         return nullcontext() if self._disk is None else self._disk.writing_slowly()
 
-    def make_room(self, nbytes: int, *, writing: bool = True) -> bool:
-        """Evicts pieces to free ``nbytes`` bytes, or none if all together are too few; returns
-        whether any were evicted. With ``writing``, counts bytes that the writer is about to
-        free."""
-        left = nbytes - (self._disk.evicted if writing and self._disk is not None else 0)
-        return 0 < left <= self._tree.counters().nbytes and self.evict(left) > 0
-
-    def give_up_writing(self) -> bool:
-        """Frees evicted pieces that wait to be written; returns whether there were any."""
-        return self._disk is not None and self._disk.drop_evicted() > 0
+    def make_room(self, nbytes: int, *, may_wait: bool = True) -> bool:
+        """Frees ``nbytes`` bytes of pieces, or none if all together are too few; returns whether
+        any were freed or evicted. Counts evicted pieces that wait to be written, which are given up
+        unless the caller ``may_wait`` for that."""
+        being_written = 0 if self._disk is None else self._disk.evicted
+        if not 0 < nbytes <= being_written + self._tree.counters().nbytes:
+            return False
+        given_up = 0 if may_wait or self._disk is None else self._disk.drop_evicted()
+        left = nbytes - (being_written if may_wait else given_up)
+        return (left > 0 and self.evict(left) > 0) or given_up > 0
 
     def evict(self, nbytes: int) -> int:
         """Evicts the least recently used pieces, of any model, from memory; returns their bytes.

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -57,10 +58,12 @@ class Request:
     phase: Phase = Phase.WAITING
     prefill_start: float = 0.0
     """When its caches were created."""
-    other_bytes: int = -1
-    """Bytes of everything else when it last found no memory; it fails if they are the same at
-    ``admission_deadline``."""
-    admission_deadline: float = 0.0
+    lacking_since: float = inf
+    """When it first found no memory."""
+    hopeless_since: float = 0.0
+    """Since when nothing else has run, and ``other_bytes`` have not changed."""
+    other_bytes: int | None = None
+    """Bytes of everything else, when it last asked for memory."""
     layers: Layers | None = None
     """Its caches, while its prompt is computed. The first of those that are computed together has
     the caches of all."""

@@ -1409,8 +1409,13 @@ def test_caches_of_new_prompt_do_not_grow(tiny: Path, run: Run) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("beside", [0, 1], ids=["alone", "beside an answer"])
 def test_slow_disk_does_not_block_prompt(
-    tiny: Path, run: Run, open_disk: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch
+    tiny: Path,
+    run: Run,
+    open_disk: Callable[..., DiskCache],
+    monkeypatch: pytest.MonkeyPatch,
+    beside: int,
 ) -> None:
     """Evicted pieces that wait too long to be written are dropped."""
     disk, may_write, write = open_disk(), threading.Event(), DiskCache._write
@@ -1423,15 +1428,28 @@ def test_slow_disk_does_not_block_prompt(
     monkeypatch.setattr("vllm_mlx_harmony.engine.loop.WRITE_TIMEOUT", 0.2)
     new_cache = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights_digest=b"w" * 16)
     engine = open_engine(tiny, cache=new_cache, speculate="off")
+    long, long_answer = words(9, 2000), 20_000
+
+    async def answer_long() -> tuple[int, ...]:
+        prompts = [words(10, 20)] * beside
+        others = [asyncio.ensure_future(answer(engine, p, max_tokens=long_answer)) for p in prompts]
+        while rows(engine) < beside:
+            await asyncio.sleep(0.001)
+        found = await asyncio.wait_for(answer(engine, long, max_tokens=2), 40)
+        assert not any(other.done() for other in others)
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        return found
+
     try:
         for seed in range(4):
             run(answer(engine, words(seed, 600), max_tokens=2))
-        budget, long = engine.budget, words(9, 2000)
         held_bytes = engine.cache.counters().nbytes
-        room = device.used() - held_bytes // 2 + budget.work + budget.layout.nbytes(2002)
-        limit(engine, room)
+        needed = engine.budget.needed([2002, *[20 + long_answer] * beside])
+        limit(engine, device.used() - held_bytes // 2 + needed)
         expected = of_mlx_lm(engine, long, 2)
-        assert run(answer(engine, long, max_tokens=2)) == expected
+        assert run(answer_long()) == expected
         assert disk.counters().dropped > 0
         may_write.set()
         assert disk.flush(60) and disk.evicted == 0
