@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from contextlib import aclosing
@@ -12,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import utils
 from mlx_lm.models.cache import make_prompt_cache
+from waiting import wait_until_async
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
@@ -22,6 +24,14 @@ from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSett
 GENERATED = 4_096
 """Number of ids that random models choose from. With all 201,088, a step takes three times as long,
 and ten times with eight rows."""
+
+PLENTY = 1 << 30
+"""Enough bytes for every cache of a test."""
+
+IDS = list(range(1000, 1600))
+"""A prompt, in pieces that end at ``PLACES``."""
+
+PLACES = [150, 400, 600]
 
 
 def load_module(directory: Path) -> Any:
@@ -68,6 +78,19 @@ async def steps(engine: MlxEngine, prompt: tuple[int, ...], **changed: Any) -> l
 
 async def answer(engine: MlxEngine, prompt: tuple[int, ...], **changed: Any) -> tuple[int, ...]:
     return sum((step.ids for step in await steps(engine, prompt, **changed)), ())
+
+
+def rows(engine: MlxEngine) -> int:
+    """How many answers are being generated."""
+    return sum(len(batch.rows) for batch in engine.loop.batches)
+
+
+async def started(engine: MlxEngine, *arguments: Any, **changed: Any) -> asyncio.Task[Any]:
+    """Starts another ``answer``. Returns when it is being generated."""
+    before = rows(engine)
+    task = asyncio.ensure_future(answer(engine, *arguments, **changed))
+    await wait_until_async(lambda: rows(engine) > before, "an answer to be generated")
+    return task
 
 
 def of_mlx_lm(engine: MlxEngine, prompt: tuple[int, ...], most: int = 40) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ MODULE = (sys.executable, "-m", "vllm_mlx.cli", "serve")
 
 EXPLICIT = (sys.executable, "-m", "vllm_mlx_harmony", "serve")
 """The plugin's own command, for an environment where it is on the path but not installed."""
+
+GATEWAY = (sys.executable, "-m", "vllm_mlx_harmony", "gateway")
+"""The command of the gateway, which is the light server, too."""
 
 IS_LIGHT = find_spec("vllm_mlx") is None
 """Whether the server here is the light one, without vllm-mlx."""
@@ -113,10 +116,20 @@ class Server:
 
     def models(self) -> list[dict[str, Any]]:
         """The loaded models, as in ``GET /harmony/status``."""
+        return list(self._get("/harmony/status")["models"])
+
+    def cache_stats(self) -> dict[str, Any]:
+        """The counters of the prefix cache; ``disk`` has those of the disk."""
+        stats = self._get("/v1/cache/stats")["engine_cache"]["harmony_prefix_reuse"]
+        return dict(stats)
+
+    def residency(self) -> str:
+        """Whether vllm-mlx has loaded the model."""
+        return str(self._get("/v1/status")["residency"]["state"])
+
+    def _get(self, path: str) -> Any:
         headers = {"Authorization": f"Bearer {KEY}"}
-        status = httpx.get(f"{self.base_url}/harmony/status", headers=headers, timeout=60)
-        models: list[dict[str, Any]] = status.json()["models"]
-        return models
+        return httpx.get(f"{self.base_url}{path}", headers=headers, timeout=60).json()
 
     @contextmanager
     def open_request(self, path: str, document: object) -> Iterator[None]:
@@ -140,20 +153,22 @@ class Server:
 
 
 def start(
-    model: Path,
+    model: Path | str,
     *flags: str,
     home: Path,
     command: Sequence[str] = HARMONY if IS_LIGHT else HOST,
     env: Mapping[str, str] | None = None,
     ready: bool = True,
     preloaded: bool = True,
+    health: str = "/health",
 ) -> Server:
     """Starts ``command model --host 127.0.0.1 --port FREE flags…`` and waits until it is healthy.
 
     ``home`` becomes the process's home directory and contains its log: the host has a prefix cache
     in the user's cache directory, which two tests must not share. ``env`` is added to this
     process's environment. Without ``ready``, returns at once (for servers that must not start).
-    ``preloaded``: with the host's libraries already imported, where possible.
+    ``preloaded``: with the host's libraries already imported, where possible. ``health`` is the
+    path that says whether it is healthy.
     Raises ``DidNotStart``.
     """
     port = free_port()
@@ -176,11 +191,11 @@ def start(
                 env=environment,
             )
     url = f"http://127.0.0.1:{port}"
-    server = Server(process, url, model, home, log_path, ready_after=0.0)
+    server = Server(process, url, Path(model), home, log_path, ready_after=0.0)
     if not ready:
         return server
-    _wait_until_healthy(server, started)
-    return Server(process, url, model, home, log_path, time.monotonic() - started)
+    _wait_until_healthy(server, f"{url}{health}", started)
+    return replace(server, ready_after=time.monotonic() - started)
 
 
 def _environment(home: Path, extra: Mapping[str, str]) -> dict[str, str]:
@@ -200,20 +215,20 @@ def _environment(home: Path, extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **isolated, **extra}
 
 
-def _wait_until_healthy(server: Server, started: float) -> None:
+def _wait_until_healthy(server: Server, url: str, started: float) -> None:
     while time.monotonic() - started < STARTING:
         if server.process.poll() is not None:
             raise DidNotStart(f"exit code {server.process.returncode}\n{_tail(server)}")
-        if _is_healthy(server):
+        if _is_healthy(url):
             return
         time.sleep(0.1)
     server.stop()
     raise DidNotStart(f"not healthy after {STARTING:.0f} s\n{_tail(server)}")
 
 
-def _is_healthy(server: Server) -> bool:
+def _is_healthy(url: str) -> bool:
     try:
-        response = httpx.get(f"{server.base_url}/health", timeout=5.0)
+        response = httpx.get(url, timeout=5.0)
     except httpx.TransportError:
         return False
     return response.status_code == 200 and response.json().get("model_loaded") is not False

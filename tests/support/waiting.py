@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-SECONDS = 120.0
+T = TypeVar("T")
+
+SECONDS = 100.0
+"""Less than what a whole test on an event loop may take: the message says more than its timeout."""
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
-    """Waits for ``condition``, at most ``seconds``; ``what`` says in a failure what is missing."""
+def wait_until(condition: Callable[[], T], what: str, seconds: float = SECONDS) -> T:
+    """Waits for ``condition``, at most ``seconds``, and returns its first true value. ``what`` says
+    in a failure what is missing."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.02)
+    return value
 
 
 async def wait_until_async(
-    condition: Callable[[], bool], what: str, seconds: float = SECONDS
+    condition: Callable[[], object], what: str, seconds: float = SECONDS
 ) -> None:
     """``wait_until`` in an event loop, for what another task of it does."""
     deadline = time.monotonic() + seconds

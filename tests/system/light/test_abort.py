@@ -7,8 +7,8 @@ as Metal's completion handler does.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,12 +18,14 @@ import anthropic
 import httpx
 import openai
 import pytest
+from waiting import wait_until
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
-    from conftest import Server, Start
+    from conftest import Start
+    from server_process import Server
 
 SLOW_ANSWER = "<|channel|>final<|message|>" + "one two three " * 300 + "<|return|>"
 PROGRAM = """
@@ -81,28 +83,19 @@ def whole_chat(url: str, on_start: StartedCallback) -> None:
 ROWS = {"chat": chat, "responses": responses, "messages": messages, "whole": whole_chat}
 
 
-def running_requests(url: str) -> int:
-    """The number of requests at the server."""
-    models = httpx.get(f"{url}/harmony/status", timeout=60).json()["models"]
-    return sum(len(model["requests"]) for model in models)
-
-
 @pytest.fixture(scope="module")
 def error_messages(start: Start, model: Path) -> dict[str, str]:
     """The error of each client, by row. All are being served when the process is aborted."""
     standin.rescript(model, [Script("<|message|>Slowly<|end|>", SLOW_ANSWER, delay_ms=50)])
-    server: Server = start("gateway", f"mlx:{model}", program=("-c", PROGRAM))
+    server: Server = start(f"mlx:{model}", command=(sys.executable, "-c", PROGRAM, "gateway"))
     started = {name: threading.Event() for name in ROWS}
     with ThreadPoolExecutor(len(ROWS)) as pool:
         futures = {
-            name: pool.submit(row, server.url, started[name].set) for name, row in ROWS.items()
+            name: pool.submit(row, server.base_url, started[name].set) for name, row in ROWS.items()
         }
         assert all(event.wait(30) for event in started.values())
-        deadline = time.monotonic() + 30
-        while running_requests(server.url) < len(ROWS):  # the unstreamed one has arrived, too
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        (server.log.parent / "abort").touch()
+        wait_until(lambda: sum(server.requests()) == len(ROWS), "the unstreamed one, too")
+        (server.home / "abort").touch()
         errors = {name: future.exception(30) for name, future in futures.items()}
     assert server.process.wait(30) == -signal.SIGABRT
     return {name: str(error) for name, error in errors.items()}

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from server_process import EXPLICIT, GATEWAY, KEY, Server
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony import standin
@@ -32,7 +32,7 @@ from vllm_mlx_harmony.required_names import Name
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
-    from conftest import Server, Start
+    from conftest import Start
 
 MODEL = "gpt-oss-standin"
 """The name of the directory."""
@@ -53,8 +53,6 @@ SCHEMA: dict[str, Any] = {
     "properties": {"city": {"type": "string"}},
     "required": ["city"],
 }
-KEY = "a-key-of-a-client"
-
 ABSENT = ("vllm_mlx", "torch", "torchvision", "gradio", "cv2", "fastapi")
 
 
@@ -66,29 +64,30 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def flags(model: Path, disk: Path) -> tuple[str, ...]:
     standin.rescript(model, SCRIPTS)
-    return ("gateway", f"mlx:{model}", "--ssd-cache-dir", str(disk), "--inspect", "--key", KEY)
+    return (f"mlx:{model}", "--ssd-cache-dir", str(disk), "--inspect", "--key", KEY)
 
 
 @pytest.fixture(scope="module")
 def server(start: Start, flags: tuple[str, ...]) -> Server:
     """A server whose log has a line for each imported module."""
-    return start(*flags, options=("-X", "importtime"))
+    python, *rest = GATEWAY
+    return start(*flags, command=(python, "-X", "importtime", *rest))
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+    with server.openai() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def anthropic_client(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, auth_token=KEY, max_retries=0) as client:
+    with anthropic.Anthropic(base_url=server.base_url, auth_token=KEY, max_retries=0) as client:
         yield client
 
 
 def get(server: Server, path: str) -> httpx.Response:
-    return httpx.get(server.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
+    return httpx.get(server.base_url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -194,8 +193,8 @@ def test_schema_is_enforced(client: openai.OpenAI) -> None:
 def test_model_is_listed_and_key_is_required(server: Server) -> None:
     (model_entry,) = get(server, "/v1/models").json()["data"]
     assert (model_entry["id"], model_entry["max_model_len"]) == (MODEL, 131_072)
-    assert httpx.get(f"{server.url}/v1/models").status_code == 401
-    assert httpx.get(f"{server.url}/harmony/status").status_code == 401
+    assert httpx.get(f"{server.base_url}/v1/models").status_code == 401
+    assert httpx.get(f"{server.base_url}/harmony/status").status_code == 401
 
 
 def test_client_disconnect_cancels_the_answer(server: Server, client: openai.OpenAI) -> None:
@@ -203,42 +202,38 @@ def test_client_disconnect_cancels_the_answer(server: Server, client: openai.Ope
     with client.chat.completions.create(**request, stream=True) as stream:
         for _ in zip(range(3), stream, strict=False):
             pass
-        (model,) = get(server, "/harmony/status").json()["models"]
+        (model,) = server.models()
         assert [request_status["state"] for request_status in model["requests"]] == ["generating"]
-    end = time.monotonic() + 30
-    while get(server, "/harmony/status").json()["models"][0]["requests"]:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    server.wait_for_requests()
 
 
 def test_status_metrics_and_inspector_show_state(server: Server, client: openai.OpenAI) -> None:
     check_chat_answer(client, stream=False)
-    (model,) = get(server, "/harmony/status").json()["models"]
+    (model,) = server.models()
     assert model["model"] == MODEL
     assert model["memory"]["weights"] < model["memory"]["limit"]
     assert model["steps"]["completion_tokens"] > 0
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = httpx.get(f"{server.base_url}/metrics").text
     for name in ("engine_healthy 1.0", "prefix_disk_bytes", "memory_limit_bytes"):
         assert f"\nvllm_mlx_harmony_{name}" in metrics
     assert get(server, "/harmony").status_code == 200
     sections = get(server, "/harmony/inspector/server").text
     assert MODEL in sections
     assert "Prefix cache" in sections
-    assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
-    assert "context: 131,072 tokens; prefix cache: up to" in server.log.read_text()
+    assert httpx.get(f"{server.base_url}/health").json()["status"] == "ok"
+    assert "context: 131,072 tokens; prefix cache: up to" in server.log
 
 
 def test_prefix_cache_is_counted_and_cleared(server: Server, client: openai.OpenAI) -> None:
     request: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
     for _ in range(2):
         client.chat.completions.create(**request)
-    counters = get(server, "/v1/cache/stats").json()["engine_cache"]["harmony_prefix_reuse"]
+    counters = server.cache_stats()
     assert counters["hits"] > 0 and counters["nbytes"] > 0 and counters["disk"]
     headers = {"Authorization": f"Bearer {KEY}"}
-    result = httpx.delete(f"{server.url}/v1/cache", headers=headers, timeout=30).json()
+    result = httpx.delete(f"{server.base_url}/v1/cache", headers=headers, timeout=30).json()
     assert result == {"status": "cleared", "engine_cache": {"harmony_prefix_reuse": True}}
-    counters = get(server, "/v1/cache/stats").json()["engine_cache"]["harmony_prefix_reuse"]
-    assert counters["nbytes"] == 0
+    assert server.cache_stats()["nbytes"] == 0
 
 
 def test_missing_endpoint_names_vllm_mlx(client: openai.OpenAI) -> None:
@@ -251,8 +246,8 @@ def test_prompts_on_disk_survive_a_restart(start: Start, model: Path, tmp_path: 
     request: Any = {"model": MODEL, "messages": [system, {"role": "user", "content": "Hello"}]}
     cached = []
     for _ in range(2):
-        server = start("gateway", f"mlx:{model}", "--ssd-cache-dir", str(tmp_path))
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+        server = start(f"mlx:{model}", "--ssd-cache-dir", str(tmp_path))
+        with server.openai() as client:
             usage = client.chat.completions.create(**request).usage
         assert usage is not None
         assert usage.prompt_tokens_details is not None
@@ -265,7 +260,7 @@ def test_prompts_on_disk_survive_a_restart(start: Start, model: Path, tmp_path: 
 def test_other_packages_are_not_imported(server: Server) -> None:
     names = {
         line.rpartition("|")[2].strip().partition(".")[0]
-        for line in server.log.read_text().splitlines()
+        for line in server.log.splitlines()
         if line.startswith("import time:")
     }
     assert "mlx_lm" in names
@@ -309,8 +304,8 @@ def test_serve_accepts_flags_of_vllm_mlx(start: Start, model: Path, tmp_path: Pa
     prompts.write_text(json.dumps([[{"role": "system", "content": "Be brief."}], [{}]]))
     flags += ["--warm-prompts", str(prompts)]
     names = ["--served-model-name", "gpt-oss-20b", "--api-key", KEY]
-    server = start("serve", *flags, str(model), *names)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+    server = start(model, *names, command=(*EXPLICIT, *flags))
+    with server.openai() as client:
         messages: Any = [{"role": "user", "content": "Hello"}]
         completion = client.chat.completions.create(model="gpt-oss-20b", messages=messages)
         assert completion.choices[0].finish_reason == "length"
@@ -324,7 +319,7 @@ def test_serve_accepts_flags_of_vllm_mlx(start: Start, model: Path, tmp_path: Pa
         )
         assert warm_completion.usage.prompt_tokens_details.cached_tokens
     assert get(server, "/v1/models").json()["data"][0]["id"] == "gpt-oss-20b"
-    assert "tokens of 1 in" in server.log.read_text()
+    assert "tokens of 1 in" in server.log
 
 
 @pytest.mark.parametrize(

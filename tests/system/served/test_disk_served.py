@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import stat
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import httpx
 import openai
 import pytest
 from server_process import FLAG, HARMONY
+from waiting import wait_until
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -212,19 +212,11 @@ AGENTS = {
 }
 
 
-def disk_stats(server: Server) -> dict[str, Any]:
-    stats = httpx.get(f"{server.base_url}/v1/cache/stats", timeout=30).json()
-    disk: dict[str, Any] = stats["engine_cache"]["harmony_prefix_reuse"]["disk"]
-    return disk
-
-
 def wait_until_written(server: Server) -> dict[str, Any]:
     """The counters once everything is written."""
-    deadline = time.monotonic() + 30
-    while disk_stats(server)["waiting"] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    counters = disk_stats(server)
-    assert counters["waiting"] == 0 and counters["dropped"] == 0
+    wait_until(lambda: server.cache_stats()["disk"]["waiting"] == 0, "the disk")
+    counters = server.cache_stats()["disk"]
+    assert counters["dropped"] == 0
     return counters
 
 
@@ -276,7 +268,7 @@ def test_log_stats_and_metrics_report_disk_cache(loops: AgentLoops) -> None:
         r"up to 10 GiB on disk: (.*), (\d+) conversations, from (\S+)", loops.server.log
     )
     assert line and int(line[2]) == len(AGENTS)
-    counters = disk_stats(loops.server)
+    counters = loops.server.cache_stats()["disk"]
     assert counters["directory"] == line[3] and counters["hits"] >= 1
     assert counters["bytes_read"] > 0 < counters["read_seconds"]
     assert counters["last_error"] == ""
@@ -299,7 +291,7 @@ def test_server_survives_kill_while_writing_and_delete_empties_disk(
     loops.server.process.kill()  # at once, even if it is writing
     loops.server.process.wait(10)
     server = loops.restart()
-    assert disk_stats(server)["damaged"] == 0
+    assert server.cache_stats()["disk"]["damaged"] == 0
     assert agent.send(server, body).text == first_turn.text
     name = "Codex-left"
     codex_body, turn = loops.turns[name]
@@ -307,7 +299,7 @@ def test_server_survives_kill_while_writing_and_delete_empties_disk(
     assert Codex().send(server, request).cached > 1000
     wait_until_written(server)
     assert httpx.delete(f"{server.base_url}/v1/cache", timeout=30).status_code == 200
-    counters = disk_stats(server)
+    counters = server.cache_stats()["disk"]
     assert (counters["pieces"], counters["turns"], counters["nbytes"]) == (0, 0, 0)
     assert not list(Path(counters["directory"]).rglob("*.safetensors"))
     assert Codex().send(server, request).cached == 0
@@ -323,17 +315,10 @@ def test_loops_continue_after_model_was_unloaded(start: Start, model: Path, tmp_
     agent = Opencode()
     body = recorded_request(agent.recording, model, "unloaded")
     first_turn = agent.send(server, body)
-    deadline = time.monotonic() + 40
-    while time.monotonic() < deadline and '"unloaded"' not in server_status(server):
-        time.sleep(0.1)
-    assert '"unloaded"' in server_status(server)
+    wait_until(lambda: server.residency() == "unloaded", "the model to be unloaded")
     turn = agent.send(server, agent.next_request(body, first_turn, reasoning=False))
     assert turn.text == "as it was" and turn.prompt - turn.cached <= NEW * turn.prompt
     server.stop()
-
-
-def server_status(server: Server) -> str:
-    return httpx.get(f"{server.base_url}/v1/status", timeout=30).text.replace(" ", "")
 
 
 def test_unusable_directory_disables_only_the_disk(

@@ -189,13 +189,7 @@ def test_answers_are_right_after_kill_while_drafting(
 ) -> None:
     """Earlier turns are reused, and the interrupted one leaves no wrong tokens behind."""
     first = chat(server, user("Edit, and continue"))
-    stats = f"{server.base_url}/v1/cache/stats"
-
-    def is_written() -> bool:
-        cache = httpx.get(stats, timeout=60).json()["engine_cache"]
-        return not cache["harmony_prefix_reuse"]["disk"]["waiting"]
-
-    wait_until(is_written, "the disk")
+    wait_until(lambda: server.cache_stats()["disk"]["waiting"] == 0, "the disk")
     stream = stream_slowly(server, "until you are killed")
     wait_for_drafting(server)
     server.process.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from server_process import FLAG, HARMONY
+from waiting import wait_until
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -192,7 +192,7 @@ def test_requests_during_unloading_are_answered(unloading_server: Server) -> Non
             return client.post(path, json={"model": model, **body(path, "Hi.", stream=stream)})
 
         for _ in range(3):
-            _wait_until_unloading(client)
+            wait_until(lambda: unloading_server.residency().startswith("unload"), "the idle time")
             wave = [
                 pool.submit(send, path, stream)
                 for path in (CHAT, RESPONSES, MESSAGES)
@@ -216,22 +216,15 @@ def test_answer_longer_than_idle_time_keeps_model_loaded(
             text = "".join(response.iter_lines())
         assert response.elapsed.total_seconds() > 4 * IDLE
         assert text.count(" word") >= 15, text
-        _wait_until_unloading(client)
+        wait_until(lambda: unloading_server.residency().startswith("unload"), "the idle time")
 
 
 @pytest.mark.of_vllm_mlx
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_invalid_request_loads_no_model(unloading_server: Server, path: str) -> None:
     with unloading_server.client(300) as client:
-        _wait_until_unloading(client, "unloaded")
+        wait_until(lambda: unloading_server.residency() == "unloaded", "the model to be unloaded")
         for model_fields in ({}, {"model": str(unloading_server.model)}):
             request = {**model_fields, **body(path, "Hi.", temperature="warm")}
             assert client.post(path, json=request).status_code == 400
-        assert client.get("/v1/status").json()["residency"]["state"] == "unloaded"
-
-
-def _wait_until_unloading(client: httpx.Client, state: str = "unload") -> None:
-    deadline = time.monotonic() + 60
-    while f'"state":"{state}' not in client.get("/v1/status").text.replace(" ", ""):
-        assert time.monotonic() < deadline, "the model is not unloaded"
-        time.sleep(0.01)
+        assert unloading_server.residency() == "unloaded"

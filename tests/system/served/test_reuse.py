@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from server_process import FLAG, HARMONY
+from waiting import wait_until
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -179,8 +179,8 @@ def test_disconnect_leaves_the_cache_intact(server: Server, client: OpenAI) -> N
     completion = complete(client, [*history, {"role": "user", "content": "I am 1."}])
     assert completion.choices[0].message.content == "Hi, Hi, 1"
     assert cached_tokens(completion) < completion.usage.prompt_tokens
-    stats = httpx.get(f"{server.base_url}/v1/cache/stats").json()["engine_cache"]
-    assert 0 < stats["harmony_prefix_reuse"]["nbytes"] <= stats["harmony_prefix_reuse"]["budget"]
+    stats = server.cache_stats()
+    assert 0 < stats["nbytes"] <= stats["budget"]
 
 
 @pytest.mark.parametrize(
@@ -229,19 +229,12 @@ def test_unloading_idle_model_empties_cache(start: Start, standin_dir: Path) -> 
     with server.openai() as client:
         first = complete(client, messages)
         assert cached_tokens(complete(client, messages)) == first.usage.prompt_tokens - 1
-        deadline = time.monotonic() + 40
-        while time.monotonic() < deadline and '"unloaded"' not in _status(server):
-            time.sleep(0.1)
-        assert '"unloaded"' in _status(server)
+        wait_until(lambda: server.residency() == "unloaded", "the model to be unloaded")
         second = complete(client, messages)  # loads the model again
         assert cached_tokens(second) == 0
         assert second.choices[0].message == first.choices[0].message
     server.stop()
     assert not [path for path in server.home.rglob("*") if path.suffix == ".safetensors"]
-
-
-def _status(server: Server) -> str:
-    return httpx.get(f"{server.base_url}/v1/status", timeout=30).text.replace(" ", "")
 
 
 @pytest.mark.nightly

@@ -23,6 +23,7 @@ import httpx
 import openai
 import pytest
 from server_process import FLAG, HARMONY
+from waiting import wait_until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -192,10 +193,9 @@ def test_running_answers_end_with_message_before_exit(start: Start, standin_dir:
             assert started.wait(60)
         for client in WHOLE:
             clients[client.__name__] = pool.submit(client, server, model, lambda: None)
-        until = time.monotonic() + 60
-        while sum(server.requests()) < len(clients):  # whole answers have arrived, too
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        wait_until(
+            lambda: sum(server.requests()) == len(clients), "all answers to begin"
+        )  # whole ones, too
         for name, future in clients.items():
             future.add_done_callback(partial(note_end, name))
         signalled = time.monotonic()

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
-from engine_models import load_module
+from engine_models import IDS, PLACES, PLENTY, load_module
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.gpt_oss import GptOssMoeModel
@@ -20,10 +20,6 @@ from mlx_lm.models.gpt_oss import GptOssMoeModel
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.pieces import Piece, cut, windows
-
-PLENTY = 1 << 30
-IDS = list(range(1000, 1600))
-PLACES = [150, 400, 600]
 
 
 @pytest.fixture(scope="session")

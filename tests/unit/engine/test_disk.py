@@ -23,6 +23,8 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+from engine_models import IDS, PLACES, PLENTY
+from waiting import wait_until
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.core.turn import Call, Reasoning
@@ -42,10 +44,7 @@ from vllm_mlx_harmony.engine.pieces import (
 from vllm_mlx_harmony.engine.prefix_tree import pack
 
 Open = Callable[..., DiskCache]
-PLENTY = 1 << 30
 ROOT = b"a root"
-IDS = list(range(1000, 1600))
-PLACES = [150, 400, 600]
 
 
 def offer_arguments(pieces: list[Piece], places: list[int] = PLACES) -> Any:
@@ -781,10 +780,8 @@ def test_old_unknown_files_are_swept(open_disk: Open, pieces: list[Piece]) -> No
         os.utime(path, (0, 0))
     again = open_disk()
     write(again, pieces)
-    deadline = time.monotonic() + 5
-    while old.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not old.exists() and new.exists() and foreign.exists()
+    wait_until(lambda: not old.exists(), "the old file to be removed")
+    assert new.exists() and foreign.exists()
     assert len(files(again)) == 4
 
 

@@ -24,10 +24,13 @@ from engine_models import (
     loading,
     of_mlx_lm,
     open_engine,
+    rows,
+    started,
     steps,
     words,
 )
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
+from waiting import wait_until, wait_until_async
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
@@ -71,11 +74,6 @@ def limit(engine: MlxEngine, nbytes: int) -> None:
     """Limits the memory of an idle engine to ``nbytes``."""
     engine.loop.budget = replace(engine.loop.budget, limit=nbytes)
     engine.loop.publish()
-
-
-def rows(engine: MlxEngine) -> int:
-    """How many answers are being generated."""
-    return sum(len(batch.rows) for batch in engine.loop.batches)
 
 
 LENGTHS = [1, 2, 5, 127, 128, 129, 300, 700]
@@ -130,8 +128,7 @@ def test_long_and_short_prompts_use_separate_batches(tiny_engine: MlxEngine, run
         batches = []
 
         async def short_one() -> tuple[int, ...]:
-            while not rows(tiny_engine):
-                await asyncio.sleep(0.001)
+            await wait_until_async(lambda: rows(tiny_engine), "the long one")
             generated = ()
             settings = GenerationSettings(max_tokens=20, temperature=0.0, top_p=1.0)
             async with aclosing(
@@ -221,9 +218,7 @@ def test_warmed_up_prompt_joins_no_batch(
     engine = open_engine(tiny)
 
     async def warm_up_beside_answer() -> list[Step]:
-        task = asyncio.ensure_future(answer(engine, words(1, 50), max_tokens=10_000))
-        while not rows(engine):
-            await asyncio.sleep(0.001)
+        task = await started(engine, words(1, 50), max_tokens=10_000)
         monkeypatch.setattr(Batch, "join", None)
         found = await steps(engine, words(2, 50), max_tokens=0)
         task.cancel()
@@ -342,9 +337,7 @@ def test_failed_step_ahead_ends_answers_and_not_next_prompt(
     monkeypatch.setattr(mx, "eval", failing_once)
 
     async def answer_both() -> list[Any]:
-        first = asyncio.ensure_future(answer(engine, words(1, 50), max_tokens=10_000))
-        while not rows(engine):
-            await asyncio.sleep(0.001)
+        first = await started(engine, words(1, 50), max_tokens=10_000)
         failing[0] = True
         return await asyncio.gather(first, answer(engine, words(2, 50)), return_exceptions=True)
 
@@ -371,9 +364,7 @@ def test_failed_step_ahead_does_not_end_engine(
     monkeypatch.setattr(device.lock, "_settle", settle)
 
     async def answer_while_measured() -> Any:
-        task = asyncio.ensure_future(answer(engine, words(1, 50), max_tokens=10_000))
-        while not rows(engine):
-            await asyncio.sleep(0.001)
+        task = await started(engine, words(1, 50), max_tokens=10_000)
         with ThreadPoolExecutor(1) as pool:
             await asyncio.get_running_loop().run_in_executor(pool, measure)
         return await asyncio.gather(task, return_exceptions=True)
@@ -444,17 +435,11 @@ def test_failed_batch_change_ends_only_its_answers(
     async def together() -> list[Any]:
         """Long answers, and one that joins or leaves while they run."""
         running = 1 if change in ("merge", "extract") else 2
-        tasks = [
-            asyncio.ensure_future(answer(engine, words(n, 20 + n), max_tokens=10_000))
-            for n in range(running)
-        ]
-        while rows(engine) < running:
-            await asyncio.sleep(0.001)
+        tasks = [await started(engine, words(n, 20 + n), max_tokens=10_000) for n in range(running)]
         failing[0] = change in ("merge", "extend")
         more = asyncio.ensure_future(answer(engine, words(9, 30), max_tokens=10_000))
         if not failing[0]:
-            while rows(engine) < running + 1:
-                await asyncio.sleep(0.001)
+            await wait_until_async(lambda: rows(engine) > running, "the answer that leaves")
             failing[0] = True
             more.cancel()
         return await asyncio.gather(*tasks, more, return_exceptions=True)
@@ -486,8 +471,8 @@ def test_request_to_dying_thread_fails(tiny: Path, run: Run) -> None:
         engine.loop.thread.call(bool)
         await asyncio.to_thread(dying.wait, 60)
         task = asyncio.ensure_future(answer(engine, words(3, 50)))
-        while engine.loop.thread._calls.qsize() < 2:  # `arrive` and `admit`
-            await asyncio.sleep(0.001)
+        calls = engine.loop.thread._calls
+        await wait_until_async(lambda: calls.qsize() >= 2, "`arrive` and `admit`")
         may_die.set()
         with pytest.raises(HostError) as error:
             await asyncio.wait_for(task, 60)
@@ -513,11 +498,11 @@ def test_request_beyond_queue_limit_is_rejected(tiny: Path, run: Run) -> None:
         with pytest.raises(HostError) as error:
             engine.generate(GenerationRequest(words(1, 20), GREEDY, ""))
         assert (error.value.status, error.value.code) == (503, "queue_full")
-        while [status.place for status in engine.status()] != [0, 1, 2]:
-            await asyncio.sleep(0.001)
+        await wait_until_async(
+            lambda: [status.place for status in engine.status()] == [0, 1, 2], "a full queue"
+        )
         waiting.pop().cancel()  # cancellation frees a place
-        while engine.loop.waiting.count == 2:
-            await asyncio.sleep(0.001)
+        await wait_until_async(lambda: engine.loop.waiting.count < 2, "a place")
         waiting.append(asyncio.ensure_future(answer(engine, words(2, 20))))
         await running.aclose()
         assert all(await asyncio.gather(*waiting))
@@ -554,9 +539,7 @@ def test_close_ends_all_requests(tiny: Path, run: Run) -> None:
     engine = open_engine(tiny)
 
     async def close_while_answering() -> list[Any]:
-        task = asyncio.ensure_future(answer(engine, words(3, 50), max_tokens=10_000))
-        while not rows(engine):
-            await asyncio.sleep(0.001)
+        task = await started(engine, words(3, 50), max_tokens=10_000)
         await asyncio.to_thread(engine.close)
         return await asyncio.gather(task, return_exceptions=True)
 
@@ -598,20 +581,18 @@ def test_two_engines_run_side_by_side(tiny: Path, scripted: MlxEngine, run: Run)
 async def in_every_state(engine: MlxEngine) -> dict[str, asyncio.Task[Any]]:
     """Starts a request in each state, on an engine with ``answers=2``: tasks by state."""
 
-    async def send(length: int, seed: int) -> tuple[int, ...]:
-        return await answer(engine, words(seed, length), max_tokens=20_000)
+    def send(seed: int) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(answer(engine, words(seed, 30_000), max_tokens=20_000))
 
-    tasks = {"decode": asyncio.ensure_future(send(20, 1))}
-    while not rows(engine):
-        await asyncio.sleep(0.001)
-    tasks["prefill"] = asyncio.ensure_future(send(30_000, 2))
-    while not any(
-        request.computed_ids > 0 and not request.ids for request in engine.loop.requests.values()
-    ):
-        await asyncio.sleep(0.001)
-    tasks["waiting"] = asyncio.ensure_future(send(30_000, 3))
-    while len(engine.loop.scheduler.order()) < 2:
-        await asyncio.sleep(0.001)
+    def computes_prompt() -> bool:
+        requests = engine.loop.requests.values()
+        return any(request.computed_ids > 0 and not request.ids for request in requests)
+
+    tasks = {"decode": await started(engine, words(1, 20), max_tokens=20_000)}
+    tasks["prefill"] = send(2)
+    await wait_until_async(computes_prompt, "the second prompt to be computed")
+    tasks["waiting"] = send(3)
+    await wait_until_async(lambda: len(engine.loop.scheduler.order()) >= 2, "the third request")
     return tasks
 
 
@@ -822,9 +803,7 @@ def test_model_is_measured_while_others_pause(
     loads: list[int] = []
 
     async def together() -> tuple[int, ...]:
-        task = asyncio.ensure_future(answer(first, (*prompt[:-1], 7), max_tokens=4000))
-        while not rows(first):
-            await asyncio.sleep(0.005)
+        task = await started(first, (*prompt[:-1], 7), max_tokens=4000)
         for _ in range(2):
             second = await asyncio.to_thread(open_engine, tiny, speculate="auto")
             loads.append(second.budget.work)
@@ -859,16 +838,11 @@ def test_wired_memory_is_released_while_idle(
     monkeypatch.setattr(device, "keep_wired", lambda: computed.append("computing"))
     engine = open_engine(tiny, speculate="off")  # a step for each id
 
-    def wait(count: int) -> None:
-        deadline = time.monotonic() + 30
-        while len(callers) < count and time.monotonic() < deadline:
-            time.sleep(0.01)
-
     try:
-        wait(3)
+        wait_until(lambda: len(callers) >= 3, "three calls")
         assert len(callers) == 3 and not computed
         run(answer(engine, words(1, 20)))
-        wait(5)
+        wait_until(lambda: len(callers) >= 5, "two more")
         assert len(callers) == 5 and len(computed) >= 40
         assert set(callers) == {engine.loop.thread._thread.name}
     finally:
@@ -1033,9 +1007,7 @@ def test_requests_are_accessed_only_on_engine_thread(tiny: Path, run: Run) -> No
     owned.readers = set()
 
     async def test() -> None:
-        task = asyncio.ensure_future(answer(engine, words(1, 600), max_tokens=5000))
-        while not any(status.generated for status in engine.status()):
-            await asyncio.sleep(0.001)
+        task = await started(engine, words(1, 600), max_tokens=5000)
         await answer(engine, words(2, 50), max_tokens=5)
         assert engine.context_length and engine.totals.requests == 1
         task.cancel()
@@ -1465,9 +1437,6 @@ def test_memory_pool_is_empty_when_idle(tiny: Path, run: Run) -> None:
         run(answer(engine, words(1, 1500), max_tokens=4))
         assert idle(engine)
         engine.loop.thread.call(lambda: None).result()
-        until = time.monotonic() + 20
-        while mx.get_cache_memory() and time.monotonic() < until:
-            time.sleep(0.01)
-        assert mx.get_cache_memory() == 0
+        wait_until(lambda: mx.get_cache_memory() == 0, "the memory pool to be emptied", 20)
     finally:
         engine.close()

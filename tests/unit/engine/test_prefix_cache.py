@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+from engine_models import IDS, PLENTY
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache
 
 from vllm_mlx_harmony.core import vocab
@@ -21,8 +22,6 @@ from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.prefix_cache import SHARED_TENANT, Match, PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree, pack
 
-PLENTY = 1 << 30
-IDS = list(range(1000, 1600))
 WEIGHTS = b"weights"
 
 

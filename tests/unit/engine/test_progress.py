@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 from functools import partial
@@ -15,11 +14,12 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
-from engine_models import load_module, loading
+from engine_models import PLENTY, open_engine, rows, words
+from waiting import wait_until_async
 
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.engine import loop as loop_module
-from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options, RequestStatus
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, RequestStatus
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import BatchLimits
@@ -28,7 +28,6 @@ from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSett
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 CHUNK = 128
-PLENTY = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +42,10 @@ def engine(tiny: Path) -> Iterator[MlxEngine]:
     def cache(model: Any) -> PrefixCache:
         return PrefixCache(model, PrefixTree(PLENTY))
 
-    options = Options(BatchLimits(chunk=CHUNK, prompts=1), speculate="off")  # answers take a while
-    engine = MlxEngine(str(tiny), options)
-    engine.load(loading(partial(load_module, tiny), cache))
+    limits = BatchLimits(chunk=CHUNK, prompts=1)
+    engine = open_engine(tiny, cache=cache, limits=limits, speculate="off")  # answers take a while
     yield engine
     engine.close()
-
-
-def words(seed: int, length: int) -> tuple[int, ...]:
-    luck = random.Random(seed)
-    return tuple(luck.randrange(1000, 150_000) for _ in range(length))
 
 
 async def reports(
@@ -117,8 +110,7 @@ def test_status_lists_requests_in_order(engine: MlxEngine, run: Run) -> None:
 
     async def run_all() -> None:
         answer = asyncio.ensure_future(reports(engine, words(1, 50), most=3000))
-        while not any(status.generated for status in engine.status()):
-            await asyncio.sleep(0.01)
+        await wait_until_async(lambda: rows(engine), "the answer to be generated")
         look = partial(lambda: snapshots.append(engine.status()))
         await asyncio.gather(*(reports(engine, words(n, 900 + n), 1, look) for n in (2, 3, 4)))
         answer.cancel()

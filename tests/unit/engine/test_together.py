@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
-from engine_models import answer, loading, of_mlx_lm, open_engine, steps, words
+from engine_models import answer, loading, of_mlx_lm, open_engine, started, steps, words
+from waiting import wait_until_async
 
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.engine import device
@@ -71,8 +72,8 @@ async def start_at_once(engine: MlxEngine, *coroutines: Any) -> list[asyncio.Tas
     engine.loop.thread.call(hold)
     await asyncio.to_thread(holding.wait, 60)
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    while engine.loop.thread._calls.qsize() < 2 * len(tasks):  # `arrive` and `admit` of each
-        await asyncio.sleep(0.001)
+    calls = engine.loop.thread._calls
+    await wait_until_async(lambda: calls.qsize() >= 2 * len(tasks), "`arrive` and `admit` of each")
     held.set()
     return tasks
 
@@ -149,9 +150,7 @@ def test_prompts_join_running_answers(engine: MlxEngine, run: Run) -> None:
     model = watch(engine)
 
     async def test() -> list[Any]:
-        running = asyncio.ensure_future(answer(engine, prompts[0], max_tokens=200))
-        while not any(status.generated for status in engine.status()):
-            await asyncio.sleep(0.001)
+        running = await started(engine, prompts[0], max_tokens=200)
         second = answer(engine, prompts[1], max_tokens=200)
         pairs = [answer(engine, prompt, max_tokens=30) for prompt in prompts[2:]]
         some = await gather_at_once(engine, pairs[0], pairs[1], second)
@@ -180,8 +179,7 @@ def test_cancelled_row_does_not_affect_others(engine: MlxEngine, run: Run, when:
         tasks = await start_at_once(engine, *(answer(engine, prompt) for prompt in prompts))
         assert await asyncio.to_thread(computing.wait, 10)
         tasks[1].cancel()
-        while engine.loop.thread._calls.empty():  # `cancel`
-            await asyncio.sleep(0.001)
+        await wait_until_async(engine.loop.thread._calls.qsize, "`cancel`")
         may_go_on.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -203,9 +201,7 @@ def test_failed_pass_ends_only_its_prompts(engine: MlxEngine, run: Run) -> None:
     model.before = fail
 
     async def test() -> list[Any]:
-        running = asyncio.ensure_future(answer(engine, prompts[0], max_tokens=300))
-        while not engine.loop.batches:
-            await asyncio.sleep(0.001)
+        running = await started(engine, prompts[0], max_tokens=300)
         failed = await gather_at_once(engine, *(answer(engine, prompt) for prompt in prompts[1:]))
         assert [type(error) for error in failed] == [OutputError] * 3
         return await running
