@@ -42,9 +42,9 @@ def find_spec(
     own: object, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
     """The module as the other finders find it, but with a loader that calls `install_hook`."""
-    if get_ident() in _asking:  # another finder also calls all finders
+    if get_ident() in _searching_threads:  # another finder also calls all finders
         return None
-    _asking.add(get_ident())
+    _searching_threads.add(get_ident())
     try:
         finders = [
             finder for finder in sys.meta_path if finder is not own and hasattr(finder, "find_spec")
@@ -52,13 +52,13 @@ def find_spec(
         found = (finder.find_spec(name, path, target) for finder in finders)
         spec = next((spec for spec in found if spec is not None), None)
     finally:
-        _asking.discard(get_ident())
+        _searching_threads.discard(get_ident())
     if spec is not None and hasattr(spec.loader, "exec_module"):
         spec.loader = Loader(spec.loader)  # type: ignore[assignment]
     return spec
 
 
-_asking: set[int] = set()
+_searching_threads: set[int] = set()
 
 
 class Loader:

@@ -37,10 +37,10 @@ def load(
     source: str, directory: Path, *, trust_remote_code: bool = False
 ) -> tuple[Module, PrefixCache]:
     """The model and its prefix cache, for ``MlxEngine.load``: call it on the engine's thread."""
-    loading = partial(load_model, directory, trust_remote_code=trust_remote_code)
+    read_model = partial(load_model, directory, trust_remote_code=trust_remote_code)
     weights_digest = None
     if resources.disk is None:
-        module = loading()
+        module = read_model()
     else:
-        module, weights_digest = identity.load_and_identify(source, loading)
+        module, weights_digest = identity.load_and_identify(source, read_model)
     return module, PrefixCache(module, resources.tree(), resources.disk, weights_digest)

@@ -70,12 +70,12 @@ class VllmMlx:
         """vllm-mlx's list, with ``max_model_len`` as in vLLM, which clients configure."""
         vllm = server()
         document = (await vllm.list_models()).model_dump(mode="json")
-        ours = engine_of(vllm._engine)
+        ours = engine_of(vllm._engine)  # None while it is unloaded
         for entry in document["data"]:
             path = vllm._model_path if entry["id"] == vllm._model_name else None
             length = length_of(path) if path is not None else None
             if length is not None and ours is not None:
-                length = ours.context_length  # None while it is unloaded
+                length = ours.context_length
             if length is not None:
                 entry["max_model_len"] = length
         return document

@@ -67,7 +67,8 @@ class Mounted(EndpointRoute, APIRoute):
 def reject_non_ascii_key(connection: HTTPConnection) -> None:
     """Raises ``HTTPException`` 401 for a key that is not ASCII.
 
-    No key is, and vllm-mlx's comparison raises ``TypeError`` for one.
+    ``--api-key`` is always ASCII (`activation`), and vllm-mlx's comparison raises ``TypeError`` for
+    anything else.
     """
     key = connection.headers.get("authorization", "")
     if host_of(connection).requires_key and not key.strip().isascii():
@@ -148,8 +149,8 @@ def front_end(host: Host) -> Addition:
     def add(application: FastAPI) -> Undo:
         stack, present = application.middleware_stack, application.router.routes
         install(application, host, traces.factories())
-        admission = server.middleware(host.server_settings)
-        application.user_middleware[:0] = admission
+        middleware = server.middleware(host.server_settings)
+        application.user_middleware[:0] = middleware
         application.middleware_stack = None  # the next request builds it again
         present.extend(server.SOCKETS)
         logging.getLogger(UVICORN).addFilter(without_traceback)
@@ -158,8 +159,8 @@ def front_end(host: Host) -> Addition:
             logging.getLogger(UVICORN).removeFilter(without_traceback)
             for socket in server.SOCKETS:
                 present.remove(socket)
-            for middleware in admission:
-                application.user_middleware.remove(middleware)
+            for one in middleware:
+                application.user_middleware.remove(one)
             application.middleware_stack = stack
             uninstall(application)
 

@@ -89,8 +89,8 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         self._trust_remote_code = trust_remote_code
         self._options = options or resources.options
         self._since = time.time()
-        self._loading = threading.Lock()
-        self._reading = threading.Lock()
+        self._load_lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
         self._tokenizer_read: Any = None
 
     # --- Loaded and unloaded
@@ -104,7 +104,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         """
         if self.engine is None:
             return None
-        with self._reading:
+        with self._tokenizer_lock:
             if self._tokenizer_read is None:
                 directory, trusted = self._files()
                 self._tokenizer_read = load_tokenizer(directory, trust_remote_code=trusted)
@@ -112,7 +112,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
 
     def prepare_for_start(self) -> None:
         """Loads the model; blocks. Raises ``NotHarmonyModel`` for any other model."""
-        with self._loading:
+        with self._load_lock:
             if self.engine is not None:
                 return
             engine = MlxEngine(self.path, self._options)
@@ -142,9 +142,9 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
 
     async def start(self) -> None:
         """Loads the model in a thread. If cancelled, waits for loading to finish before raising."""
-        loading = asyncio.ensure_future(asyncio.to_thread(self.prepare_for_start))
-        await wait_until_done(loading)
-        loading.result()
+        prepared = asyncio.ensure_future(asyncio.to_thread(self.prepare_for_start))
+        await wait_until_done(prepared)
+        prepared.result()
 
     async def stop(self) -> None:
         """Ends all requests and frees the model: it can be started again."""
