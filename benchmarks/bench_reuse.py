@@ -97,7 +97,7 @@ def result(seed: int) -> list[int]:
 @contextmanager
 def plugged(budget: int | None = None) -> Iterator[PrefixTree[Any]]:
     """A memory of its own for our engines."""
-    tree: PrefixTree[Any] = PrefixTree(budget or resources.budget())
+    tree: PrefixTree[Any] = PrefixTree(budget or resources.cache_bytes())
     before = resources.tree
     resources.tree = lambda: tree  # type: ignore[assignment]
     try:

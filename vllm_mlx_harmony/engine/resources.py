@@ -28,8 +28,8 @@ logger = logging.getLogger("vllm_mlx_harmony")
 COSTS = "step-costs.json"
 """The name of `Options.costs_file`: in the directory of the disk cache, or the user's cache."""
 
-WRITTEN_WITHIN = 5.0
-"""Seconds in which the disk cache writes what is pending when the process ends."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds in which the disk cache writes what is pending when it is closed."""
 
 
 class EngineSettings(Protocol):
@@ -50,28 +50,28 @@ class EngineSettings(Protocol):
 options = Options()
 disk: DiskCache | None = None
 
-_budget: int | None = None
+_cache_bytes: int | None = None
 
 
 def configure(
-    new_options: Options, bound: int | None, directory: str | None, gigabytes: float, per_day: int
+    new_options: Options, size: int | None, directory: str | None, gigabytes: float, per_day: int
 ) -> None:
-    """Sets the options and both prefix caches: in memory, which is emptied, of ``bound``
+    """Sets the options and both prefix caches: in memory, which is emptied, of ``size``
     bytes (``None``: the default), and, if ``directory`` is given, on disk, of ``gigabytes``,
     writing at most ``per_day`` bytes a day."""
-    global options, disk, _budget
-    options, _budget = new_options, bound
+    global options, disk, _cache_bytes
+    options, _cache_bytes = new_options, size
     tree.cache_clear()
-    disk = open_disk(directory, gigabytes, per_day) if directory and budget() > 0 else None
-    remembering = vocab.cache_dir() if disk is None else disk.directory
-    options = replace(options, costs_file=remembering / COSTS)
+    disk = open_disk(directory, gigabytes, per_day) if directory and cache_bytes() > 0 else None
+    costs_directory = vocab.cache_dir() if disk is None else disk.directory
+    options = replace(options, costs_file=costs_directory / COSTS)
 
 
 def reset() -> None:
     """Closes the prefix caches, and restores what there was before `configure`."""
-    global options, disk, _budget
+    global options, disk, _cache_bytes
     close()
-    options, disk, _budget = Options(), None, None
+    options, disk, _cache_bytes = Options(), None, None
     tree.cache_clear()
 
 
@@ -109,15 +109,15 @@ def engine_options(args: object, default: Options) -> Options:
     )
 
 
-def budget() -> int:
+def cache_bytes() -> int:
     """Size of the prefix cache in bytes: as configured, or else a sixteenth of the machine's
     memory."""
-    return device.machine() // 16 if _budget is None else _budget
+    return device.machine() // 16 if _cache_bytes is None else _cache_bytes
 
 
 @lru_cache(maxsize=1)
 def tree() -> PrefixTree[Piece]:
-    return PrefixTree(budget())
+    return PrefixTree(cache_bytes())
 
 
 def open_disk(directory: str, gigabytes: float, per_day: int) -> DiskCache | None:
@@ -127,7 +127,7 @@ def open_disk(directory: str, gigabytes: float, per_day: int) -> DiskCache | Non
         raise HostError(f"--ssd-cache-max-gb must be greater than 0, not {gigabytes:g}")
     path = Path(directory).expanduser()
     try:
-        return DiskCache(path, int(gigabytes * (1 << 30)), budget(), per_day)
+        return DiskCache(path, int(gigabytes * (1 << 30)), cache_bytes(), per_day)
     except Failed as error:
         logger.warning("prefix cache: disk cache disabled: %s cannot be used (%s)", path, error)
         return None
@@ -138,7 +138,7 @@ def close() -> None:
     """Writes what is pending. Servers call it when they end, too: uvicorn ends the process by the
     signal that it got, so that nothing registered with `atexit` runs."""
     if disk is not None:
-        disk.close(WRITTEN_WITHIN)
+        disk.close(CLOSE_TIMEOUT)
 
 
 async def clear() -> None:

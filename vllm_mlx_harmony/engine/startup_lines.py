@@ -23,8 +23,8 @@ def context(engine: MlxEngine | None, window: int | None) -> str:
 
 def prefix_cache() -> list[str]:
     """Its limits, and what is on disk."""
-    budget, disk = resources.budget(), resources.disk
-    parts = [f"up to {format_size(budget)} in memory" if budget else "off"]
+    size, disk = resources.cache_bytes(), resources.disk
+    parts = [f"up to {format_size(size)} in memory" if size else "off"]
     if disk is not None:
         found = disk.counters()
         conversations = f"{found.conversations:,} conversation{'s' * (found.conversations != 1)}"

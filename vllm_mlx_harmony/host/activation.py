@@ -181,16 +181,16 @@ def _configure_engines(args: argparse.Namespace, settings: ServerSettings) -> No
 
     named_flags = flags.explicit_flags(args)
     options = resources.engine_options(args, resources.configured_options(settings))
-    budget, directory = flags.cache_budget(named_flags), getattr(args, "ssd_cache_dir", None)
+    cache_bytes, directory = flags.cache_bytes(named_flags), getattr(args, "ssd_cache_dir", None)
     _undo.callback(resources.reset)
     resources.configure(
         options,
-        settings.cache if budget is None else budget,
+        settings.cache if cache_bytes is None else cache_bytes,
         directory,
         getattr(args, "ssd_cache_max_gb", 0),
         settings.ssd_writes,
     )
-    without_effect = flags.without_effect(named_flags, enabled=resources.budget() > 0)
+    without_effect = flags.without_effect(named_flags, enabled=resources.cache_bytes() > 0)
     _undo.callback(setattr, tools, "running", None)
     running = tools.start_browser(settings, getattr(args, "mcp_config", None))
     startup_banner.set_flags(args, without_effect, running, inspected=settings.inspect)

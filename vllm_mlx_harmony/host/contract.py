@@ -2,19 +2,20 @@
 
 vllm-mlx has no interface for what this package does, and none of these names is promised to stay. A
 change must not be noticed in the middle of a request, so every name is a row, with the parameters
-it must take and what it is for, and the whole table is checked before anything is changed. If a
-required row does not fit, nothing is changed and the start ends with an error that names it. An
-optional row that does not fit is left out with a warning. ``vllm-mlx-harmony doctor --verbose``
-prints all rows. Those of mlx-lm are the engine's (`engine.mlx_lm_names`).
+it must take and what it is for (all flags together are one row), and the whole table is checked
+before anything is changed. If a required row does not fit, nothing is changed and the start ends
+with an error that names it. An optional row that does not fit is left out with a warning.
+``vllm-mlx-harmony doctor --verbose`` prints all rows. Those of mlx-lm are the engine's
+(`engine.mlx_lm_names`).
 
 **Invariants.** Changes are made in order and reverted in reverse, all or none; activating twice
 changes nothing. When they are reverted, every attribute is the very object that it was before.
 Without ``--tool-call-parser harmony`` nothing is changed. ``tests/unit/host/test_contract.py``
 reads the source: it fails for imports from vllm-mlx and mlx-lm without a row, for arguments that
-the row of a class or function does not list, and for attributes of mlx-lm's caches without a row
-(found by the names that variables for caches have in `engine`). mypy knows no other names of
-`vllm_mlx.server` than those of `server_globals`. How to support a new version of vllm-mlx:
-docs/architecture.md.
+the row of a class or function does not list, for flags that are not in `flags.READ`, and for
+attributes of mlx-lm's caches without a row (found by the names that variables for caches have in
+`engine`). mypy knows no other names of `vllm_mlx.server` than those of `server_globals`. How to
+support a new version of vllm-mlx: docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ def table(
     """
     from vllm_mlx_harmony.host import engine_routes
     from vllm_mlx_harmony.host.adapter import VllmMlx
+    from vllm_mlx_harmony.host.flags import FlagsRead
     from vllm_mlx_harmony.host.mount import Addition, Route, front_end
     from vllm_mlx_harmony.server.app import ENDPOINTS
 
@@ -167,6 +169,7 @@ def table(
     return (
         *NAMES,
         *(() if several else (parsers, downloads)),
+        FlagsRead(),
         front_end(VllmMlx(settings)),
         *map(Route, ENDPOINTS),
         *engine_routes.ROUTES,

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
+from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
@@ -19,6 +20,15 @@ from vllm_mlx_harmony.server.defaults import OPTIONS
 
 Flags = Mapping[str, Any]
 """Flags and their values, by their names in the parsed arguments."""
+
+READ = (
+    "model models_config host port api_key rate_limit mcp_config mllm tool_call_parser "
+    "enable_auto_tool_choice reasoning_parser default_chat_template_kwargs disable_prefix_cache "
+    "cache_memory_mb cache_memory_percent prefix_trie_cache_memory_mb ssd_cache_dir "
+    "ssd_cache_max_gb max_num_seqs prefill_batch_size completion_batch_size prefill_step_size "
+    "chunked_prefill_tokens gpu_memory_utilization stream_interval"
+)
+"""Flags that this package reads, by their names in the parsed arguments."""
 
 WITHOUT_EFFECT = {
     "the prefix cache is bounded in bytes, not in entries (--cache-memory-mb)": (
@@ -43,6 +53,26 @@ WITHOUT_EFFECT = {
     "the context is never truncated; a request starts only if its memory fits": "max_kv_size",
 }
 """Flags without effect, by their names in the parsed arguments, and the reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlagsRead:
+    """A row of `contract`: the flags in `READ`. If vllm-mlx renamed one, it would be ignored."""
+
+    label: str = "flags of serve"
+    why: str = "they apply to Harmony models, too"
+    required: bool = False
+
+    def problem(self) -> str | None:
+        try:
+            known = _parsed(["serve", "MODEL"], None)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            return f"vllm-mlx serve: its flags cannot be read ({error})"
+        missing = [_spelled(name) for name in READ.split() if name not in known]
+        return f"vllm-mlx serve has no {', '.join(missing)}" if missing else None
+
+    def apply(self) -> None:
+        """Changes nothing."""
 
 
 def explicit_flags(args: argparse.Namespace) -> Flags:
@@ -80,7 +110,7 @@ def _parsed(line: list[str], default: str | None) -> Flags:
         return {}
 
 
-def cache_budget(flags: Flags) -> int | None:
+def cache_bytes(flags: Flags) -> int | None:
     """Size of the prefix cache in bytes by the given flags; ``None`` if none of them sets it.
 
     A percentage is of the free memory, as in vllm-mlx. Raises ``HostError`` for an invalid one.
@@ -110,7 +140,7 @@ def without_effect(flags: Flags, *, enabled: bool) -> list[str]:
     sentences = []
     off = {} if enabled else {"the prefix cache is off": "ssd_cache_dir ssd_cache_max_gb"}
     for why, names in {**off, **WITHOUT_EFFECT}.items():
-        if found := [f"--{name.replace('_', '-')}" for name in names.split() if name in flags]:
+        if found := [_spelled(name) for name in names.split() if name in flags]:
             sentences.append(f"{', '.join(found)}: {why}")
     template_options = flags.get("default_chat_template_kwargs") or ()
     if options := [name for name in template_options if name not in OPTIONS]:
@@ -120,3 +150,7 @@ def without_effect(flags: Flags, *, enabled: bool) -> list[str]:
     if parser not in (None, "harmony", "gpt_oss", "gpt-oss"):
         sentences.append(f"--reasoning-parser {parser}: reasoning is read from token ids")
     return sentences
+
+
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

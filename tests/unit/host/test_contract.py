@@ -30,6 +30,7 @@ from vllm_mlx_harmony.host import (
     activation,
     contract,
     entry_points,
+    flags,
     mount,
     patching,
     server_globals,
@@ -377,7 +378,21 @@ def without_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(APP.router, "routes", rest)
 
 
+def without_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = vllm_mlx.cli.create_parser
+
+    def create_parser() -> argparse.ArgumentParser:
+        parser = create()
+        (commands,) = parser._subparsers._group_actions  # type: ignore[union-attr]
+        serve: argparse.ArgumentParser = commands.choices["serve"]  # type: ignore[call-overload, index]
+        serve._remove_action(serve._option_string_actions["--ssd-cache-dir"])
+        return parser
+
+    monkeypatch.setattr(vllm_mlx.cli, "create_parser", create_parser)
+
+
 OPTIONAL = {
+    "--ssd-cache-dir": without_flag,
     "warm_prefix_cache": lambda patch: patch.delattr("vllm_mlx.prompt_warmup.warm_prefix_cache"),
     "GET /v1/cache/stats": without_route,
 }
@@ -457,14 +472,14 @@ def test_failed_activation_leaves_nothing_running(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def bug(*_: object, **__: object) -> None:
-        assert resources.disk is not None and resources.budget() == 64 << 20
+        assert resources.disk is not None and resources.cache_bytes() == 64 << 20
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(startup_banner, "set_flags", bug)
     threads = set(threading.enumerate())
     host.install()
-    flags = ("--tool-call-parser=harmony", "--cache-memory-mb=64", "--max-num-seqs=3")
-    args = parse_flags("MODEL", *flags, f"--ssd-cache-dir={tmp_path}")
+    sizes = ("--cache-memory-mb=64", "--max-num-seqs=3", f"--ssd-cache-dir={tmp_path}")
+    args = parse_flags("MODEL", "--tool-call-parser=harmony", *sizes)
     assert vllm_mlx.cli.serve_command(args) == "served"
     assert "not active: RuntimeError: a bug" in capsys.readouterr().err
     assert served.changed == [] and not args.enable_auto_tool_choice
@@ -821,6 +836,15 @@ def test_every_attribute_of_a_host_object_is_in_the_table() -> None:
     used = {name for file in PACKAGE.glob("engine/*.py") for name in attributes_used(file)}
     assert len(used) > 8
     assert used - names == set()
+
+
+FLAG_READ = re.compile(r'\bargs(?:, "|\.)(\w+)|\b(?:flags\.get|of)\("(\w+)"')
+
+
+def test_every_flag_that_is_read_is_in_the_table() -> None:
+    files = [*PACKAGE.glob("host/*.py"), PACKAGE / "engine/resources.py"]
+    found = {"".join(names) for file in files for names in FLAG_READ.findall(file.read_text())}
+    assert found == {*flags.READ.split()}
 
 
 def test_flags_are_choices_of_the_hosts_parser() -> None:

@@ -74,16 +74,16 @@ def test_without_matching_argv_default_values_do_not_count(
         ("--disable-prefix-cache --cache-memory-mb 9", 0),
     ],
 )
-def test_cache_budget_is_read_from_flags(
+def test_size_of_cache_is_read_from_flags(
     monkeypatch: pytest.MonkeyPatch, line: str, expected: int | None
 ) -> None:
     monkeypatch.setattr("vllm_mlx.memory_cache._get_available_memory", lambda: 10_000 * MB)
-    assert flags.cache_budget(parse_given(monkeypatch, *line.split())) == expected
+    assert flags.cache_bytes(parse_given(monkeypatch, *line.split())) == expected
 
 
 def test_invalid_percentage_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostError, match=r"--cache-memory-percent: .*1\.5"):
-        flags.cache_budget(parse_given(monkeypatch, "--cache-memory-percent", "1.5"))
+        flags.cache_bytes(parse_given(monkeypatch, "--cache-memory-percent", "1.5"))
 
 
 NAMED = [

@@ -56,7 +56,7 @@ def test_pending_writes_are_finished_last(monkeypatch: pytest.MonkeyPatch) -> No
     disk = SimpleNamespace(close=lambda timeout: closed.append((timeout, len(stopping.limits))))
     monkeypatch.setattr(resources, "disk", disk)
     run(stopping.shutdown())
-    assert closed == [(resources.WRITTEN_WITHIN, 1)]
+    assert closed == [(resources.CLOSE_TIMEOUT, 1)]
 
 
 def test_deactivation_restores_uvicorn() -> None:
