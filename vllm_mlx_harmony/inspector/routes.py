@@ -25,7 +25,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.inspector.access import PATH, SECURITY, Sessions, check_origin
 from vllm_mlx_harmony.inspector.record import Log, Record
 from vllm_mlx_harmony.protocols.events import Event, encode
-from vllm_mlx_harmony.server.answers import AnswerKey
+from vllm_mlx_harmony.server.answers import AnswerKey, ReasoningStop
 from vllm_mlx_harmony.server.front_end import front_end_of
 from vllm_mlx_harmony.server.streams import EventStream
 from vllm_mlx_harmony.tasks import in_thread
@@ -167,7 +167,8 @@ class Pages:
 
     async def _answer_now(self, request: Request) -> Response:
         key = await self._key(request)
-        if not front_end_of(request).answers.end_reasoning(key):
+        result = front_end_of(request).answers.end_reasoning(key)
+        if result is not ReasoningStop.ENDED:
             raise HTTPException(409, "the server cannot end the reasoning of this answer")
         return JSONResponse({"ended": True})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
@@ -20,6 +21,14 @@ class AnswerKey(NamedTuple):
 
     seed: str
     tenant: str
+
+
+class ReasoningStop(Enum):
+    """The result of a request to end the reasoning of an answer; for a failed one, its message."""
+
+    ENDED = ""
+    UNLIMITED = "the reasoning of this answer is not limited by the server, and cannot be ended"
+    UNKNOWN = "no answer with this id is being generated"
 
 
 class Endable(Protocol):
@@ -83,10 +92,12 @@ class Answers:
         answer.end(OutputError("the request was cancelled", status=CLIENT_CLOSED, code="cancelled"))
         return True
 
-    def end_reasoning(self, key: AnswerKey) -> bool | None:
-        """Has the model answer now; returns whether that is possible, ``None``: no such answer."""
+    def end_reasoning(self, key: AnswerKey) -> ReasoningStop:
+        """Has the model answer now, if that is possible."""
         answer = self._running.get(key)
-        return None if answer is None else answer.end_reasoning()
+        if answer is None:
+            return ReasoningStop.UNKNOWN
+        return ReasoningStop.ENDED if answer.end_reasoning() else ReasoningStop.UNLIMITED
 
     # --- For a shutdown
 

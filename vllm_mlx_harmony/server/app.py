@@ -17,7 +17,7 @@ from starlette.routing import WebSocketRoute
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.validation import RequestModel, validate
 from vllm_mlx_harmony.server import chat, decisions, ids, messages, models, ollama, tokens, traces
-from vllm_mlx_harmony.server.answers import AnswerKey
+from vllm_mlx_harmony.server.answers import AnswerKey, ReasoningStop
 from vllm_mlx_harmony.server.body import read_document
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
 from vllm_mlx_harmony.server.errors import ErrorResponse, openai_error
@@ -56,15 +56,12 @@ async def control(request: Request) -> Response:
     _, document = await read_document(request, front_end.settings)
     body = await in_thread(validate, ControlBody, document.value)
     match = _ANSWER_ID.fullmatch(body.id)
-    ended = None
+    result = ReasoningStop.UNKNOWN
     if match is not None:
-        ended = front_end.answers.end_reasoning(AnswerKey(match["seed"], tenant_of(request)))
-    if ended:
+        result = front_end.answers.end_reasoning(AnswerKey(match["seed"], tenant_of(request)))
+    if result is ReasoningStop.ENDED:
         return JSONResponse({"success": True})
-    problem = "the reasoning of this answer is not limited by the server, and cannot be ended"
-    if ended is None:
-        problem = "no answer with this id is being generated"
-    return JSONResponse({"success": False, "message": problem})
+    return JSONResponse({"success": False, "message": result.value})
 
 
 _ANSWER_ID = re.compile(r"[a-z]{1,16}[-_](?P<seed>[0-9a-f]{1,64})")

@@ -96,7 +96,7 @@ class ReasoningEnd:
             constraint.end_reasoning()
 
     @contextmanager
-    def of(self, constraint: Constraint | None) -> Iterator[None]:
+    def applied_to(self, constraint: Constraint | None) -> Iterator[None]:
         """Within the block, an output with this ``constraint`` is generated."""
         if constraint is None:
             yield
@@ -203,7 +203,7 @@ async def _turn(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> De
         from_history = bool(pending)
         if not from_history:
             output = _output(job, tracker, settings, constraint, state, observers=observers)
-            with job.reasoning_end.of(constraint):
+            with job.reasoning_end.applied_to(constraint):
                 async with aclosing(output) as groups:
                     async for deltas in groups:
                         yield deltas
