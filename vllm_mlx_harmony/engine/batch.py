@@ -37,7 +37,7 @@ from collections.abc import Collection, Sequence
 import mlx.core as mx
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.engine.masks import Masking
+from vllm_mlx_harmony.engine.masks import ApplyMask
 from vllm_mlx_harmony.engine.memory import may_be_padded
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, Model, evaluate, trim
 from vllm_mlx_harmony.engine.request import Request
@@ -116,8 +116,8 @@ class Batch:
         self.complete = True
         found = list(zip(self.rows, self.pending.tolist(), strict=True))
         for request, token in found:
-            if request.sampler.processor is not None:
-                request.sampler.processor.advance(token)
+            if request.sampler.mask is not None:
+                request.sampler.mask.advance(token)
         _record(found)
         return found
 
@@ -126,7 +126,7 @@ class Batch:
         last = self.pending
         logits = model(last[:, None], cache=self.layers)[:, -1, :]
         self.pending = sample([request.sampler for request in self.rows], last, logits)
-        masks = [request.sampler.processor for request in self.rows]
+        masks = [request.sampler.mask for request in self.rows]
         mx.async_eval(self.pending, [mask.likeliest for mask in masks if mask is not None])
         rows = zip(self.rows, last.tolist(), strict=True)
         found = [(request, token) for request, token in rows if request.stepped]
@@ -157,7 +157,7 @@ class Batch:
         (request,) = self.rows
         if request.top_logprobs is not None:
             return False
-        mask = request.sampler.processor
+        mask = request.sampler.mask
         if not request.stepped:
             self.next_id = request.ids[-1]
         elif self.next_id is None and mask is not None:
@@ -169,7 +169,7 @@ class Batch:
     def _may_have_followers(self, costs: Costs) -> bool:
         """Whether ids that are forced, expected or copied are likely to follow the next one."""
         (request,) = self.rows
-        mask, drafts = request.sampler.processor, request.drafts
+        mask, drafts = request.sampler.mask, request.drafts
         if (
             mask is not None
             and costs.max_known_ids(1)
@@ -182,7 +182,7 @@ class Batch:
         """The ids to try next, no more than ``most``, and whether they are copied: otherwise they
         are the rest of the header that is being written."""
         (request,) = self.rows
-        mask, drafts = request.sampler.processor, request.drafts
+        mask, drafts = request.sampler.mask, request.drafts
         header = [] if mask is None else mask.expected(most)
         if length := costs.best_draft_length(EXPECTED_RIGHT, len(header)):
             return header[:length], False
@@ -193,7 +193,7 @@ class Batch:
         expected or may be copied."""
         (request,) = self.rows
         sampler, drafts = request.sampler, request.drafts
-        mask = sampler.processor
+        mask = sampler.mask
         assert self.next_id is not None
         run = [self.next_id]
         ends = request.stepped and self.next_id in vocab.TURN_ENDS
@@ -211,13 +211,13 @@ class Batch:
         if drafts is not None:
             drafts.extend(found)
         draft, is_copy = self._guess(costs, most + 1 - len(run))
-        masks: list[Masking] = [lambda logits: logits] * (len(draft) + 1)
+        apply_masks: list[ApplyMask] = [lambda logits: logits] * (len(draft) + 1)
         if mask is not None:
-            masks = mask.after(draft)
-            draft = draft[: len(masks) - 1]
+            apply_masks = mask.after(draft)
+            draft = draft[: len(apply_masks) - 1]
         inputs = mx.array([[*run, *draft]], dtype=mx.uint32)
-        logits = model(inputs, cache=self.layers)[0, -len(masks) :]
-        sampled, states = sample_ahead(sampler, run, draft, masks, logits)
+        logits = model(inputs, cache=self.layers)[0, -len(apply_masks) :]
+        sampled, states = sample_ahead(sampler, run, draft, apply_masks, logits)
         mx.async_eval(sampled, [] if mask is None else mask.likeliest)
         if not draft:
             self.pending, self.next_id = sampled, None
@@ -230,7 +230,7 @@ class Batch:
         """The ids of ``draft`` that agree with those that were ``sampled``. The caches and the
         sampler forget the others, and the next id is known."""
         (request,) = self.rows
-        mask, drafts = request.sampler.processor, request.drafts
+        mask, drafts = request.sampler.mask, request.drafts
         tokens = sampled.tolist()
         accepted = accepted_count(draft, tokens)
         if accepted < len(draft):
@@ -295,7 +295,7 @@ def prefill_together(
 def _record(found: Sequence[tuple[Request, int]]) -> None:
     """Records how each id was chosen, and its log probability. The masks have advanced."""
     for request, token in found:
-        mask = request.sampler.processor
+        mask = request.sampler.mask
         request.origins += Origin.SAMPLED if mask is None else mask.origin
         if request.drafts is not None:
             request.drafts.extend((token,))

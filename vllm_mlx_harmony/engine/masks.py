@@ -25,7 +25,7 @@ from vllm_mlx_harmony.engine_api.engine import Origin
 
 T = TypeVar("T")
 
-Masking: TypeAlias = "Callable[[mx.array], mx.array]"
+ApplyMask: TypeAlias = "Callable[[mx.array], mx.array]"
 """Takes logits (1, vocabulary), and returns them with -inf for what is not allowed."""
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class LogitsMask:
         """The ids of a header that are likely to come next, at most ``most``."""
         return self._constraint.header.next(most)
 
-    def after(self, draft: Sequence[int]) -> list[Masking]:
+    def after(self, draft: Sequence[int]) -> list[ApplyMask]:
         """What masks the logits (1, vocabulary) of the next id, and of the id after each of
         ``draft`` that is allowed; nothing is consumed."""
         allowed = self._next()

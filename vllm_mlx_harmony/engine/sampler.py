@@ -4,7 +4,7 @@ The sequences of a batch have settings of their own. In each step, what the sett
 computed at once for all rows that ask for it, with temperature, ``top_p`` and so on as columns
 beside the logits; what a row does not ask for costs it nothing. In this order:
 
-1. The sequence's *processor*, if it has one: a grammar, as a mask.
+1. The sequence's *mask*, if it has one: what its grammar allows.
 2. ``logit_bias``, then the penalties, over the text generated so far: not the prompt, and not
    headers, where a penalty on a word used before would make the model misspell its own format. The
    device counts how often each id was generated. As in vLLM, a repetition penalty divides what is
@@ -19,7 +19,7 @@ beside the logits; what a row does not ask for costs it nothing. In this order:
    Temperature comes after the filters, as in mlx-lm.
 
 Everything is computed in float32, whatever the model computes in. Nothing here waits for the
-device, except for sequences with a processor. A ``Sampler`` may be created on any thread; the rest
+device, except for sequences with a mask. A ``Sampler`` may be created on any thread; the rest
 runs on the thread that owns the model.
 """
 
@@ -33,7 +33,7 @@ import mlx.core as mx
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import LOWEST_LOGPROB
-from vllm_mlx_harmony.engine.masks import LogitsMask, Masking
+from vllm_mlx_harmony.engine.masks import ApplyMask, LogitsMask
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 
 SamplerState: TypeAlias = "tuple[int, tuple[Any, ...], mx.array | None, mx.array | None]"
@@ -55,19 +55,19 @@ class Sampler:
     """The settings of one sequence, and the state that its next id depends on.
 
     ``prompt`` is what the sequence continues: it decides whether a header or text comes first.
-    ``processor`` restricts which ids may come next. It is called once per step, in order, and may
-    be called after the last id, because an engine runs one step ahead; ``sample_ahead`` takes masks
-    instead and does not call it.
+    ``mask`` restricts which ids may come next. It is called once per step, in order, and may be
+    called after the last id, because an engine runs one step ahead; ``sample_ahead`` takes
+    functions of `LogitsMask.after` instead and does not call it.
     """
 
     def __init__(
         self,
         settings: GenerationSettings,
         prompt: Sequence[int] = (),
-        processor: LogitsMask | None = None,
+        mask: LogitsMask | None = None,
     ) -> None:
         self.settings = settings
-        self.processor = processor
+        self.mask = mask
         # As text: `Random` treats -1 and 1 as the same seed.
         self._random = Random(None if settings.seed is None else str(settings.seed))
         last_control = next((token for token in prompt[::-1] if token >= vocab.CONTROL.start), None)
@@ -80,7 +80,7 @@ class Sampler:
             or settings.frequency_penalty != 0
             or settings.repetition_penalty != 1
         )
-        self.adjusts = processor is not None or self.penalises or bool(settings.logit_bias)
+        self.adjusts = mask is not None or self.penalises or bool(settings.logit_bias)
         self._steps = 0
         self._counts: mx.array | None = None
         self._in_text: mx.array | None = None
@@ -145,14 +145,14 @@ def sample(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.
     """
     if any(sampler.adjusts for sampler in samplers):
         read: list[int | None] = [None] * len(samplers)
-        if any(sampler.processor is not None for sampler in samplers):
+        if any(sampler.mask is not None for sampler in samplers):
             mx.async_eval(logits)  # the device has work while Python waits for `last`
             read = last.tolist()
         parts = mx.split(logits.astype(mx.float32), len(samplers))
         for at, sampler in enumerate(samplers):
-            if sampler.processor is not None:
+            if sampler.mask is not None:
                 # At first, the last id is the prompt's: the matcher must not consume it.
-                parts[at] = sampler.processor(read[at] if sampler._steps else None, parts[at])
+                parts[at] = sampler.mask(read[at] if sampler._steps else None, parts[at])
             if sampler.adjusts:
                 sampler.count(last[at : at + 1], logits.shape[-1])
                 parts[at] = sampler.biased(parts[at])
@@ -172,26 +172,26 @@ def sample_ahead(
     sampler: Sampler,
     run: Sequence[int],
     draft: Sequence[int],
-    masks: Sequence[Masking],
+    apply_masks: Sequence[ApplyMask],
     logits: mx.array,
 ) -> tuple[mx.array, list[SamplerState]]:
     """The id after ``run`` and the id after each id of ``draft``, as if all before it were sampled.
 
     ``run`` is the id that was sampled last, or the prompt's, and those forced after it. ``logits``
-    (places, vocabulary) and ``masks`` are those of the ids that are returned (places,). With each
-    comes the state of the sampler after it: assign the state before a wrong id to forget what was
-    sampled after it.
+    (places, vocabulary) are those of the ids that are returned (places,), and ``apply_masks`` what
+    masks each; unused if the sampler has nothing to adjust. With each id comes the state of the
+    sampler after it: assign the state before a wrong id to forget what was sampled after it.
     """
     size = logits.shape[-1]
     for token in run[:-1]:
         sampler.count(mx.array([token], dtype=mx.uint32), size)
         sampler.key()
-    rows = mx.split(logits.astype(mx.float32), len(masks)) if sampler.adjusts else []
+    rows = mx.split(logits.astype(mx.float32), len(draft) + 1) if sampler.adjusts else []
     keys, states = [], []
     for at, token in enumerate((run[-1], *draft)):
         if sampler.adjusts:
             sampler.count(mx.array([token], dtype=mx.uint32), size)
-            rows[at] = sampler.biased(masks[at](rows[at]))
+            rows[at] = sampler.biased(apply_masks[at](rows[at]))
         keys.append(sampler.key())
         states.append(sampler.state)
     logits = mx.concatenate(rows) if rows else logits

@@ -296,8 +296,8 @@ class Ascending:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_constraint_gets_each_sampled_id_once(temperature: float) -> None:
-    processor = Ascending()
-    bound = Sampler(settings(temperature=temperature, top_k=50, seed=1), (), processor)  # type: ignore[arg-type]
+    mask = Ascending()
+    bound = Sampler(settings(temperature=temperature, top_k=50, seed=1), (), mask)  # type: ignore[arg-type]
     free = Sampler(settings(temperature=0.0))
     logits = noise(6, 2, 4000).astype(mx.bfloat16)
     last, generated = [vocab.START, vocab.START], []
@@ -306,4 +306,4 @@ def test_constraint_gets_each_sampled_id_once(temperature: float) -> None:
         generated.append(last[0])
         assert last[1] == mx.argmax(logits[1]).item()
     assert generated == sorted(set(generated))
-    assert processor.seen == [None, *generated[:-1]]
+    assert mask.seen == [None, *generated[:-1]]
