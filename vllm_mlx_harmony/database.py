@@ -62,11 +62,11 @@ class Database:
         except BaseException:
             self.close()
             raise
-        self._opened = (now.st_dev, now.st_ino)
+        self._file_id = (now.st_dev, now.st_ino)
 
     def close(self) -> None:
         with self._lock, self._reading:
-            self._opened = (0, 0)
+            self._file_id = (0, 0)
             self.reader.close()
             self.connection.close()
 
@@ -76,7 +76,7 @@ class Database:
             now = self.path.stat()
         except OSError:
             return False
-        return (now.st_dev, now.st_ino) == self._opened
+        return (now.st_dev, now.st_ino) == self._file_id
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:

@@ -93,7 +93,7 @@ class Toolbox:
             server.label: valid_name(server.label.replace(".", "_"), reserved)
             for server in self.servers
         }
-        self._shown: dict[str, tuple[tuple[Tool, ...], Namespace]] = {}
+        self._namespaces: dict[str, tuple[tuple[Tool, ...], Namespace]] = {}
 
     @classmethod
     def of(cls, config: ToolsConfig, settings: ServerSettings) -> Toolbox:
@@ -148,9 +148,9 @@ class Toolbox:
                 problem = server.problem or "it has no tools"
                 namespaces.append(Namespace(name, (), label=server.label, problem=problem))
                 continue
-            known = self._shown.get(server.label)
+            known = self._namespaces.get(server.label)
             if known is None or known[0] is not tools:
-                known = self._shown[server.label] = tools, _shown(name, server, tools)
+                known = self._namespaces[server.label] = tools, _namespace_of(name, server, tools)
             namespaces.append(known[1])
         return tuple(namespaces)
 
@@ -171,7 +171,9 @@ class Toolbox:
         taken = {*_RESERVED, *self._names.values()}
         return tuple(
             replace(
-                _shown(valid_name(server.label.replace(".", "_"), taken), server, server.tools),
+                _namespace_of(
+                    valid_name(server.label.replace(".", "_"), taken), server, server.tools
+                ),
                 from_request=True,
             )
             for server in servers
@@ -353,7 +355,7 @@ def code_parameter(tool: Tool) -> str | None:
     return needed[0] if len(needed) == 1 else None
 
 
-def _shown(name: str, server: ToolServer, tools: Sequence[Tool]) -> Namespace:
+def _namespace_of(name: str, server: ToolServer, tools: Sequence[Tool]) -> Namespace:
     """The namespace of ``server``.
 
     It has a built-in name only if the server has that built-in's tools.

@@ -139,7 +139,7 @@ class Session:
         self._browser, self._tenant, self._limits = browser, tenant, limits
         self._pages = dict(pages)
         self._documents: dict[int, Document] = {}
-        self._searches = self._opened = 0
+        self._searches = self._fetches = 0
 
     async def start(self) -> None:
         """It needs no connection."""
@@ -200,14 +200,14 @@ class Session:
         source = arguments.get("view_source") is True
         if isinstance(target, str):
             url = target
-            self._opened += 1
-            _check(self._opened, self._limits.fetches, "pages")
+            self._fetches += 1
+            _check(self._fetches, self._limits.fetches, "pages")
             document = await self._document(url, source=source, again=True)
         else:
             number, page = _integer(arguments, "id", -1), self._page(arguments)
             document, start = await self._linked(page, number, source=source)
             line = start if line < 0 else line
-        return self._shown(document, max(line, 0), _integer(arguments, "num_lines", -1))
+        return self._view(document, max(line, 0), _integer(arguments, "num_lines", -1))
 
     async def _linked(self, page: Page, number: int, *, source: bool) -> tuple[Document, int]:
         """What link ``number`` of ``page`` leads to, and the line to begin at; below 0, the page
@@ -230,8 +230,8 @@ class Session:
             if number >= len(links):
                 raise ToolError(f"the page has no link {number}", "invalid_tool_input")
             url = links[number]
-        self._opened += 1
-        _check(self._opened, self._limits.fetches, "pages")
+        self._fetches += 1
+        _check(self._fetches, self._limits.fetches, "pages")
         return await self._document(url, source=source, again=False), 0
 
     async def _find(self, arguments: Mapping[str, Any]) -> Page:
@@ -282,7 +282,7 @@ class Session:
             raise ToolError("the request does not allow pages of this site", "url_not_allowed")
         return document
 
-    def _shown(self, document: Document, line: int, count: int) -> Page:
+    def _view(self, document: Document, line: int, count: int) -> Page:
         lines, total = document.lines, len(document.lines)
         if line >= total:
             problem = f"the page has no line {line}: its last line is {total - 1}"

@@ -221,7 +221,7 @@ class _Walk:
         self.cut = False
         self._preformatted = 0
         self._omitted: etree._Element | None = None
-        self._opened: list[tuple[etree._Element, str, int]] = []
+        self._open_links: list[tuple[etree._Element, str, int]] = []
 
     @property
     def links(self) -> Sequence[str]:
@@ -264,15 +264,15 @@ class _Walk:
             self._parts.append("\n\n")
         self._preformatted += tag == "pre"
         if tag == "a" and (url := self._url(element.get("href") or "")):
-            self._opened.append((element, url, len(self._parts)))
+            self._open_links.append((element, url, len(self._parts)))
         if tag == "img" and (about := (element.get("alt") or "").strip()):
             self._write(f"[Image: {about[:200]}]")
         self._write(element.text)
 
     def _end(self, element: etree._Element) -> None:
         tag = element.tag if isinstance(element.tag, str) else ""
-        if self._opened and self._opened[-1][0] is element:
-            _, url, begin = self._opened.pop()
+        if self._open_links and self._open_links[-1][0] is element:
+            _, url, begin = self._open_links.pop()
             label = " ".join("".join(self._parts[begin:]).replace("†", "‡").split())
             if label and "【" not in label:
                 del self._parts[begin:]
