@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from harmony_text import ids_of
+from harmony_text import script_for
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -328,8 +328,7 @@ class FakeEngine:
 
     def output_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """The script for a prompt."""
-        text = vocab.encoding().decode(list(prompt))
-        return ids_of(self.scripts[max(self.scripts, key=text.rfind)])
+        return script_for(prompt, self.scripts)
 
     async def generate(self, request: Request) -> Response:
         """The endpoint for ids."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vllm_mlx_harmony.core import vocab
 
@@ -14,3 +14,11 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 def text_of(ids: Sequence[int]) -> str:
     return vocab.encoding().decode(list(ids))
+
+
+def script_for(prompt: Sequence[int], scripts: Mapping[str, str]) -> tuple[int, ...]:
+    """The ids of the script whose key is last in ``prompt``. One key must be in it."""
+    text = text_of(prompt)
+    key = max(scripts, key=text.rfind)
+    assert key in text, f"no script for {text[-300:]!r}"
+    return ids_of(scripts[key])

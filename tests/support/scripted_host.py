@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from harmony_text import ids_of
+from harmony_text import ids_of, script_for, text_of
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
@@ -66,9 +66,7 @@ class ScriptedEngine:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            text = vocab.encoding().decode(list(prompt))
-            last = max(self.scripts, key=text.rfind)
-            output = ids_of(self.scripts[last])[: settings.max_tokens]
+            output = script_for(prompt, self.scripts)[: settings.max_tokens]
             at_limit = len(output) == settings.max_tokens and output[-1] not in vocab.TURN_ENDS
             for at in range(0, len(output), self.at_once):
                 step = output[at : at + self.at_once]
@@ -100,7 +98,7 @@ class DecidingEngine(ScriptedEngine):
                 yield step
             return
         self.prompts.append(request.prompt)
-        text = vocab.encoding().decode(list(request.prompt))
+        text = text_of(request.prompt)
         question = text[text.rfind("<|start|>user") :]
         label_probabilities = next(
             (probabilities for part, probabilities in self.likely.items() if part in question), {}

@@ -21,6 +21,7 @@ from app_server import run_server
 from deployment import BODIES, CHAT, SCRIPTS, TEXT, Deployment
 from fake_engines import EXCHANGES, KINDS, EngineFault, FakeEngine
 from gateway_in_process import MODEL, CountingGateway, engine_at
+from harmony_text import ids_of
 from loops import run
 from starlette.requests import Request
 from waiting import wait_until, wait_until_async
@@ -34,7 +35,7 @@ from vllm_mlx_harmony.gateway.routing_policy import Rule
 from vllm_mlx_harmony.server.app import application
 
 REQUEST = EngineRequest(
-    "m", (1, 2, 3), GenerationSettings(max_tokens=50, temperature=1.0, top_p=1.0)
+    "m", ids_of("Hello"), GenerationSettings(max_tokens=50, temperature=1.0, top_p=1.0)
 )
 
 

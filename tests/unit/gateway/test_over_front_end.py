@@ -8,6 +8,7 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 from app_server import run_server
+from harmony_text import text_of
 from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from waiting import wait_until
 
@@ -26,7 +27,7 @@ USER = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
 def test_answer_passes_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setenv(ID_ENDPOINT_VARIABLE, "1")
-    engine = ScriptedEngine({"Hello!": f"{SCRIPT}{TEXT}<|return|>"}, at_once)
+    engine = ScriptedEngine({"": f"{SCRIPT}{TEXT}<|return|>"}, at_once)  # for the trial, too
     host = SingleEngineHost(engine)
     with run_server(application(host)) as url:
         settings = GatewaySettings(engines=(Spec(url, key=KEY),), model=MODEL)
@@ -45,3 +46,4 @@ def test_answer_passes_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_o
     assert engine.prompts.pop(0) == TRIAL
     assert len(engine.prompts) == 2
     assert engine.prompts[0] == engine.prompts[1]
+    assert "Hello!" in text_of(engine.prompts[0])
