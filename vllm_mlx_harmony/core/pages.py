@@ -200,11 +200,11 @@ class Citations:
             fed.append(delta)
         return fed
 
-    def echoed(
+    def rewrite(
         self, messages: Iterable[Message], write: Callable[[Citation], str]
     ) -> list[Message]:
         """``messages`` with the citations as a client receives them, which ``write`` returns."""
-        echoed: list[Message] = []
+        rewritten: list[Message] = []
         for message in messages:
             if isinstance(message, ServerResult):
                 self._add(message.name, message.text)
@@ -214,8 +214,8 @@ class Citations:
                     for part in self.split(message.text)
                 )
                 message = replace(message, text=text)  # noqa: PLW2901
-            echoed.append(message)
-        return echoed
+            rewritten.append(message)
+        return rewritten
 
     def split(self, text: str) -> list[str | Citation]:
         """The citations in ``text``, and the texts between them."""

@@ -30,11 +30,11 @@ from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.gateway.workers import Reload
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.connections import limited
-from vllm_mlx_harmony.server.endpoint import guarded
+from vllm_mlx_harmony.server.connections import with_connection_limits
+from vllm_mlx_harmony.server.endpoint import guarded_route
 from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.settings import ServerSettings
-from vllm_mlx_harmony.server.shutdown import draining
+from vllm_mlx_harmony.server.shutdown import with_graceful_shutdown
 from vllm_mlx_harmony.tasks import cancel_and_wait, prepare_process
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -49,7 +49,7 @@ def gateway(settings: GatewaySettings, reload: Reload | None = None) -> _Gateway
     """
     host = _host(settings)
     app = application(host, host.sharing)
-    app.router.routes.extend(guarded(endpoint, host) for endpoint in host.endpoints)
+    app.router.routes.extend(guarded_route(endpoint, host) for endpoint in host.endpoints)
     if settings.inspect:
         inspector.install(app, host.sections)
     return _GatewayApp(host, app, reload)
@@ -182,8 +182,10 @@ def serve(
     )
     logging.getLogger("vllm_mlx_harmony").setLevel(settings.log_level.upper())
     access_log.to_standard_output()
-    draining_server = draining(
-        limited(uvicorn.Server), lambda: app.front_end.answers, lambda: settings.shutdown_grace
+    draining_server = with_graceful_shutdown(
+        with_connection_limits(uvicorn.Server),
+        lambda: app.front_end.answers,
+        lambda: settings.shutdown_grace,
     )
     server = draining_server(config)
     if ending is not None:

@@ -22,10 +22,10 @@ from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server import ids
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.connections import limited
+from vllm_mlx_harmony.server.connections import with_connection_limits
 from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.host import Deadline, Lease
-from vllm_mlx_harmony.server.shutdown import draining
+from vllm_mlx_harmony.server.shutdown import with_graceful_shutdown
 
 TEXT = (
     "<|channel|>analysis<|message|>A stand-in has nothing to think about.<|end|>"
@@ -108,8 +108,8 @@ def serve(settings: GatewaySettings, pace: float) -> int:
         port=settings.port,
         log_level="warning",
     )
-    draining_server = draining(
-        limited(uvicorn.Server),
+    draining_server = with_graceful_shutdown(
+        with_connection_limits(uvicorn.Server),
         lambda: installed_in(app).answers,
         lambda: settings.shutdown_grace,
     )

@@ -171,7 +171,8 @@ def stop_with(ending: Connection, server: uvicorn.Server) -> None:
 
     def wait() -> None:
         ending.poll(None)
-        # Not that of ``draining``: a signal to all processes may still come, and is no second one.
+        # Not that of ``with_graceful_shutdown``: a signal to all processes may still come, and is
+        # no second one.
         uvicorn.Server.handle_exit(server, signal.SIGTERM, None)
 
     threading.Thread(target=wait, daemon=True).start()

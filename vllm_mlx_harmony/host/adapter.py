@@ -34,7 +34,7 @@ from vllm_mlx_harmony.model_files import (
     length_of,
 )
 from vllm_mlx_harmony.server import defaults, shutdown
-from vllm_mlx_harmony.server.connections import limited
+from vllm_mlx_harmony.server.connections import with_connection_limits
 from vllm_mlx_harmony.server.host import (
     ContextFactory,
     Deadline,
@@ -196,11 +196,11 @@ class _Tracker:
         metrics.REASONING_ENDED.labels(reason=reason).inc()
 
 
-def draining(original: type[uvicorn.Server]) -> type[uvicorn.Server]:
+def with_graceful_shutdown(original: type[uvicorn.Server]) -> type[uvicorn.Server]:
     """uvicorn's server, which ends after our answers: they have at most ``--timeout`` seconds. Its
     connections are limited, and the prefix cache on disk is written to its end."""
-    return shutdown.draining(
-        limited(original),
+    return shutdown.with_graceful_shutdown(
+        with_connection_limits(original),
         lambda: installed_front_end().answers,
         lambda: min(shutdown.MAX_GRACE, float(server()._default_timeout)),
         resources.close,

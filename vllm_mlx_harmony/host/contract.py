@@ -78,7 +78,7 @@ NAMES: tuple[Name, ...] = (
         "uvicorn.main:Server",
         "lets running answers finish at shutdown; closes WebSockets with an error",
         "config",
-        replacement=f"{_OURS}.adapter:draining",
+        replacement=f"{_OURS}.adapter:with_graceful_shutdown",
     ),
     Name("uvicorn.server:Server.shutdown", "running answers end first", "self sockets"),
     Name(

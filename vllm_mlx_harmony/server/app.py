@@ -19,7 +19,7 @@ from vllm_mlx_harmony.protocols.validation import RequestModel, validate
 from vllm_mlx_harmony.server import chat, decisions, ids, messages, models, ollama, tokens, traces
 from vllm_mlx_harmony.server.answers import AnswerKey, ReasoningStop
 from vllm_mlx_harmony.server.body import read_document
-from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
+from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded_route
 from vllm_mlx_harmony.server.errors import ErrorResponse, openai_error
 from vllm_mlx_harmony.server.front_end import front_end_of, host_of
 from vllm_mlx_harmony.server.host import Host, tenant_of
@@ -160,7 +160,7 @@ def application(host: Host, sharing: Sharing | None = None) -> Starlette:
     Opens what the settings name to be shared, unless that is passed. Raises ``HostError``.
     """
     app = Starlette(
-        routes=[*(guarded(endpoint, host) for endpoint in ENDPOINTS), *SOCKETS],
+        routes=[*(guarded_route(endpoint, host) for endpoint in ENDPOINTS), *SOCKETS],
         middleware=middleware(host.server_settings),
         exception_handlers={404: _unknown_path},
     )

@@ -39,7 +39,7 @@ RESERVED = 64
 """Descriptors for the process itself: libraries, logs, the weights."""
 
 
-def limited(server: type[uvicorn.Server]) -> type[uvicorn.Server]:
+def with_connection_limits(server: type[uvicorn.Server]) -> type[uvicorn.Server]:
     """uvicorn's ``server`` class with these limits."""
 
     class Limited(server):  # type: ignore[misc]  # no stubs are read for uvicorn

@@ -94,7 +94,7 @@ class EndpointRoute(Route):
         await response(scope, receive, send)
 
 
-def guarded(endpoint: Endpoint, host: Host) -> EndpointRoute:
+def guarded_route(endpoint: Endpoint, host: Host) -> EndpointRoute:
     """The route of ``endpoint`` behind the host's checks of API key and rate limit."""
 
     async def handle(request: Request) -> Response:

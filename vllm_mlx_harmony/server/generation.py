@@ -42,7 +42,7 @@ from vllm_mlx_harmony.engine_api.engine import Finish, GenerationRequest, Genera
 from vllm_mlx_harmony.protocols.citations import link
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
-from vllm_mlx_harmony.server.observer import Observer, watched
+from vllm_mlx_harmony.server.observer import Observer, observe_steps
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.turn_tools import TurnTools
 from vllm_mlx_harmony.tasks import wait_until_done
@@ -129,7 +129,7 @@ class Job:
     server_settings: ServerSettings = field(default_factory=ServerSettings)
     constraint: Constraint | None = None
     replay: ReplayScope | None = None
-    echoed: Callable[[Message], Message] = lambda message: message
+    as_sent_back: Callable[[Message], Message] = lambda message: message
     """Maps a message of the answer to what will be parsed when the client sends it back."""
     tools: TurnTools | None = None
     """The tools that the server runs in this turn."""
@@ -145,7 +145,7 @@ class Job:
     reasoning_end: ReasoningEnd = field(default_factory=ReasoningEnd)
     write_last: FinalWriter | None = None
     """Writes the last delta in place of the emitter, for example to store a response first."""
-    cited: Callable[[Citation], str] = link
+    citation_text: Callable[[Citation], str] = link
     """The text of a citation in the API."""
 
 
@@ -170,10 +170,10 @@ def _run(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
     turn = _turn(job, tracker, observers)
     if job.tools is None or not job.tools.turn.has_browser:
         return turn
-    return _cited(turn, Citations(job.tools.pages))
+    return _with_citations(turn, Citations(job.tools.pages))
 
 
-async def _cited(turn: Deltas, citations: Citations) -> Deltas:
+async def _with_citations(turn: Deltas, citations: Citations) -> Deltas:
     async with aclosing(turn) as groups:
         async for deltas in groups:
             yield citations.feed(deltas)
@@ -226,7 +226,7 @@ async def _turn(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> De
         if pending:
             continue
         prompt_tokens = len(context.render_for_completion())
-        next_output = await tools.continued(
+        next_output = await tools.prepare_next_output(
             settings, constraint, prompt_tokens, context_length, state.last_output_tokens
         )
         if next_output is None:
@@ -297,8 +297,8 @@ async def _finish(job: Job, end_reason: EndReason, state: _TurnState) -> list[De
         for output in job.context.outputs:
             messages: Sequence[Message] = output.messages
             if job.tools is not None and job.tools.turn.has_browser:
-                messages = Citations(job.tools.pages).echoed(messages, job.cited)
-            stored = replace(output, messages=tuple(map(job.echoed, messages)))
+                messages = Citations(job.tools.pages).rewrite(messages, job.citation_text)
+            stored = replace(output, messages=tuple(map(job.as_sent_back, messages)))
             if job.replay.blocks:  # before the client can ask another server
                 await asyncio.to_thread(job.replay.remember, stored)
             else:
@@ -349,7 +349,7 @@ async def _output(
         for observer in observers:
             observer.prompt(prompt, constraint)
         if observers:
-            steps = watched(steps, observers)
+            steps = observe_steps(steps, observers)
         async with aclosing(steps):
             if engine.remote:
                 await anext(steps, None)  # an empty step: the request is accepted

@@ -37,7 +37,7 @@ MESSAGES = TurnApi(
     reports_cached=True,
     servers=messages.client_servers,
     emitter=lambda request, info, context, caller: request.emitter(info),
-    cited=lambda _: "",  # a citation is beside the text
+    citation_text=lambda _: "",  # a citation is beside the text
 )
 
 

@@ -92,7 +92,7 @@ def make_observers(
     return tuple(made)
 
 
-async def watched(steps: Steps, observers: Sequence[Observer]) -> Steps:
+async def observe_steps(steps: Steps, observers: Sequence[Observer]) -> Steps:
     """``steps``, which ``observers`` see before they are yielded."""
     async with aclosing(steps):
         async for step in steps:

@@ -80,7 +80,7 @@ class ApiRequest(Protocol):
     @property
     def stream(self) -> bool: ...
 
-    def echoed(self, message: Message) -> Message:
+    def as_sent_back(self, message: Message) -> Message:
         """How ``message`` will be parsed when the client sends the answer back."""
 
 
@@ -117,7 +117,7 @@ class TurnApi(Api[ApiRequestT]):
     """Whether comments in a stream report the progress of the prompt, until the first token."""
     logprobs: str = "logprobs"
     """The field that requests log probabilities."""
-    cited: Callable[[Citation], str] = link
+    citation_text: Callable[[Citation], str] = link
     """The text of a citation in an answer."""
 
 
@@ -208,7 +208,7 @@ async def serve(
     front_end = front_end_of(request)
     request, document = await read_document(request, front_end.settings, api.more_values)
     try:
-        async with leased(api, request, document, front_end) as lease:
+        async with lease_for(api, request, document, front_end) as lease:
             seed = id_seed or uuid4().hex
             return await handler(LeasedRequest(api, front_end, request, document, lease, seed))
     except NotHarmony:
@@ -240,7 +240,7 @@ async def rendered_prompt(leased_request: LeasedRequest[Api[Any]]) -> tuple[int,
 
 
 @asynccontextmanager
-async def leased(
+async def lease_for(
     api: Api[Any], request: Request, document: Document, front_end: FrontEnd
 ) -> AsyncIterator[Lease]:
     """A lease of the engine that ``document`` asks for.
@@ -344,12 +344,12 @@ async def prepare(leased_request: LeasedTurnRequest) -> Job:
         server_settings=front_end.settings,
         constraint=constraint,
         replay=replay,
-        echoed=api_request.echoed,
+        as_sent_back=api_request.as_sent_back,
         tools=tools,
         comments_progress=api.comments_progress and api_request.stream,
         reports_cached=api.reports_cached,
         fixed_answer=turn.fixed_answer,
-        cited=api.cited,
+        citation_text=api.citation_text,
     )
     return replace(job, other_jobs=_other_choices(job, other_contexts))
 

@@ -55,7 +55,7 @@ ABORT_SECONDS = 2.0
 TICK = 0.05
 
 
-def draining(
+def with_graceful_shutdown(
     server: type[uvicorn.Server],
     find_answers: Callable[[], Answers],
     limit: Callable[[], float],

@@ -95,7 +95,7 @@ class TurnTools:
             call, self.turn.namespaces, seconds, room, self.request_servers, sessions=self._sessions
         )
 
-    async def continued(
+    async def prepare_next_output(
         self,
         settings: GenerationSettings,
         constraint: Constraint | None,

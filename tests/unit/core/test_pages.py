@@ -255,9 +255,9 @@ def test_echoed_messages_contain_citations_as_clients_see_them() -> None:
         Preamble(text),
         Answer(text),
     ]
-    echoed = Citations().echoed(messages, lambda citation: f"<{citation.url}>")
+    rewritten = Citations().rewrite(messages, lambda citation: f"<{citation.url}>")
     shown = f"So<{ROME.url}> and 【9†L1】."
-    assert echoed == [
+    assert rewritten == [
         Answer(text),
         *SHOWN,
         Reasoning(text),

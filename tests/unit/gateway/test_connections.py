@@ -27,7 +27,7 @@ from starlette.websockets import WebSocket
 from websockets.sync.client import connect
 
 from vllm_mlx_harmony.server import connections
-from vllm_mlx_harmony.server.connections import OncePerSecond, limited
+from vllm_mlx_harmony.server.connections import OncePerSecond, with_connection_limits
 
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n"
 SECONDS = 0.5
@@ -60,7 +60,7 @@ APP = Starlette(
 @pytest.fixture(params=["httptools", "h11"])
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(connections, "HEAD_SECONDS", SECONDS)
-    with run_server(APP, server=limited(uvicorn.Server), http=request.param) as url:
+    with run_server(APP, server=with_connection_limits(uvicorn.Server), http=request.param) as url:
         yield url
 
 
@@ -123,7 +123,7 @@ def test_connections_above_the_limit_are_closed(
 ) -> None:
     monkeypatch.setattr(connections, "_raise_descriptors", lambda: connections.RESERVED + 10)
     monkeypatch.setattr(connections, "HEAD_SECONDS", 3.0)
-    with run_server(APP, server=limited(uvicorn.Server)) as few:
+    with run_server(APP, server=with_connection_limits(uvicorn.Server)) as few:
         held = [open_connection(few) for _ in range(30)]
         for connection in held[5:]:
             assert is_closed(connection)

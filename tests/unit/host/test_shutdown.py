@@ -44,14 +44,14 @@ def test_timeout_of_requests_limits_the_shutdown(
     timeout: float, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_default_timeout", timeout)
-    stopping: Any = adapter.draining(Uvicorn)()
+    stopping: Any = adapter.with_graceful_shutdown(Uvicorn)()
     run(stopping.shutdown())
     assert stopping.limits == [pytest.approx(limit, abs=1)]
 
 
 def test_pending_writes_are_finished_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """uvicorn then ends the process by the signal, without the handlers of `atexit`."""
-    stopping: Any = adapter.draining(Uvicorn)()
+    stopping: Any = adapter.with_graceful_shutdown(Uvicorn)()
     closed: list[tuple[float, int]] = []
     disk = SimpleNamespace(close=lambda timeout: closed.append((timeout, len(stopping.limits))))
     monkeypatch.setattr(resources, "disk", disk)

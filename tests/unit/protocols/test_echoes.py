@@ -195,7 +195,7 @@ def run_turn(
         emitter.feed(delta)
     for output in context.outputs:
         if view is not None:
-            echoed = tuple(map(request.echoed, output.messages))
+            echoed = tuple(map(request.as_sent_back, output.messages))
             view.remember(replace(output, messages=echoed))
     return context, emitter.result()
 

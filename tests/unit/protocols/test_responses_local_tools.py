@@ -66,7 +66,7 @@ def generate(
         assert check(events) == emitter.result()
         validate_events(events)
     for turn_output in context.outputs if turns is not None else ():
-        messages = tuple(map(request.echoed, turn_output.messages))
+        messages = tuple(map(request.as_sent_back, turn_output.messages))
         turns.remember(type(turn_output)(turn_output.before, messages, *_rest(turn_output)))  # type: ignore[union-attr]
     return list(context.render_for_completion()), emitter.result(), context
 
@@ -273,7 +273,7 @@ def test_call_and_result_are_read_back(
     items = [HELLO, *map(sent_back, response["output"]), output]
     again = read_request(tool, input=items)
     call, answer = again.turn.messages[-2:]
-    echoed = request.echoed(context.messages[-1])
+    echoed = request.as_sent_back(context.messages[-1])
     assert isinstance(call, Call) and isinstance(echoed, Call)
     assert (call.id, call.name) == (echoed.id, echoed.name) == (call_item["call_id"], name)
     assert json.loads(call.arguments) == json.loads(echoed.arguments) == arguments
@@ -341,7 +341,7 @@ def test_invalid_arguments_reach_client_unchanged(text: str, stream: bool) -> No
     assert item["arguments"] == arguments
     refusal = {"type": "function_call_output", "call_id": item["call_id"], "output": "no"}
     again = read_request(shell, input=[HELLO, item, refusal])
-    assert again.turn.messages[-2] == request.echoed(context.messages[-1])
+    assert again.turn.messages[-2] == request.as_sent_back(context.messages[-1])
     assert list(render(again.turn).ids)[: len(first)] == first or not text
 
 
@@ -383,7 +383,7 @@ def test_function_may_have_name_of_local_tool() -> None:
         assert item["type"] == kind
         items = [HELLO, item]
         again = read_request({"type": "shell"}, function, input=items).turn.messages[-1]
-        assert again == request.echoed(context.messages[-1])
+        assert again == request.as_sent_back(context.messages[-1])
         assert isinstance(again, Call) and again.name == name
     _, response, _ = generate(request, call_output("shell_2", "no JSON"))
     assert response["output"][0]["name"] == "shell_2"

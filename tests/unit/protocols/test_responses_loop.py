@@ -188,7 +188,7 @@ def test_turn_is_continued_for_any_spelling_of_call(name: str, call: str, stored
     request = read(body, SERVER, Tagged())
     first, response, context = generate(request, THOUGHT + call)
     for output in context.outputs:
-        view.remember(replace(output, messages=tuple(map(request.echoed, output.messages))))
+        view.remember(replace(output, messages=tuple(map(request.as_sent_back, output.messages))))
 
     shown = [item for item in response["output"] if item["type"] != "reasoning"]
     new = [result_of(shown[-1])]

@@ -112,7 +112,7 @@ def test_tools_are_shown_under_expected_names(
 def test_shown_names_lead_back_to_declared_tools(declared: list[dict[str, Any]]) -> None:
     tools = read_tools(*declared)
     for tool in tools.shown:
-        assert tools.echoed(Call("c", tool.name, "{}")).name == tool.name
+        assert tools.as_sent_back(Call("c", tool.name, "{}")).name == tool.name
     assert len({tools.tool(tool.name) for tool in tools.shown}) == len(tools.shown)
 
 
@@ -242,7 +242,7 @@ def test_tool_choice_keeps_all_tools_shown(choice: Any, expected: ToolChoice) ->
 def test_tool_choice_none_shows_no_tools(choice: Any) -> None:
     tools = read_tools(*DECLARED, choice=choice)
     assert tools.shown == ()
-    assert tools.echoed(Call("c", "find", "{}")).name == "crm__find"
+    assert tools.as_sent_back(Call("c", "find", "{}")).name == "crm__find"
 
 
 REFUSED: list[tuple[list[dict[str, Any]], Any, str]] = [

@@ -94,7 +94,9 @@ class Uvicorn:
 def draining(graceful: float | None = None, finish: Callable[[], object] = lambda: None) -> Any:
     """``Uvicorn``, which shuts down after its answers."""
     answers = Answers()
-    draining_class: Any = shutdown.draining(Uvicorn, lambda: answers, lambda: LIMIT, finish)
+    draining_class: Any = shutdown.with_graceful_shutdown(
+        Uvicorn, lambda: answers, lambda: LIMIT, finish
+    )
     return draining_class(answers, graceful)
 
 
@@ -229,7 +231,7 @@ def test_second_signal_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[Any] = []
     monkeypatch.setattr(signal, "signal", lambda *arguments: raised.append(arguments))
     monkeypatch.setattr(signal, "raise_signal", raised.append)
-    draining_class = shutdown.draining(uvicorn.Server, Answers, lambda: LIMIT)
+    draining_class = shutdown.with_graceful_shutdown(uvicorn.Server, Answers, lambda: LIMIT)
     stopping = draining_class(uvicorn.Config("nothing:here"))
     stopping.handle_exit(signal.SIGTERM, None)
     assert stopping.should_exit

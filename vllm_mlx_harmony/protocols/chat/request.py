@@ -71,7 +71,7 @@ class ChatRequest:
         ]
         return ChoicesEmitter(emitters) if emitters[1:] else emitters[0]
 
-    def echoed(self, message: Message) -> Message:
+    def as_sent_back(self, message: Message) -> Message:
         if isinstance(message, Call) and message.name in self.freeform:
             return replace(message, arguments=wrap(unwrap(message.arguments)))
         return message

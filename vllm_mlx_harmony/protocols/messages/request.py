@@ -92,7 +92,7 @@ class MessagesRequest:
             unavailable=self.unavailable,
         )
 
-    def echoed(self, message: Message) -> Message:
+    def as_sent_back(self, message: Message) -> Message:
         return message
 
 

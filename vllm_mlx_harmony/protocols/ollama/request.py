@@ -51,7 +51,7 @@ class OllamaRequest:
         """``began``: when the request arrived, in nanoseconds."""
         return Emitter(info, began, stream=self.stream, chat=self.chat)
 
-    def echoed(self, message: Message) -> Message:
+    def as_sent_back(self, message: Message) -> Message:
         return message
 
 

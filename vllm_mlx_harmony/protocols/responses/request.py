@@ -139,8 +139,8 @@ class ResponsesRequest:
             "usage": response["usage"],
         }
 
-    def echoed(self, message: Message) -> Message:
-        return self._options.tools.echoed(message) if isinstance(message, Call) else message
+    def as_sent_back(self, message: Message) -> Message:
+        return self._options.tools.as_sent_back(message) if isinstance(message, Call) else message
 
     def conversation(
         self, messages: Iterable[Message], *, ended: bool = True
@@ -163,7 +163,10 @@ class ResponsesRequest:
         answer = other_messages[len(self.turn.messages) :]
         if self.compacts:
             return compacted(self._conversation, answer) if ended else self._conversation
-        return (*with_results_moved((*self._conversation, *results)), *map(self.echoed, answer))
+        return (
+            *with_results_moved((*self._conversation, *results)),
+            *map(self.as_sent_back, answer),
+        )
 
 
 def read(

@@ -67,7 +67,7 @@ class Tools:
         """The tool that the model calls ``called``, which need not have been declared."""
         return self._spellings.get(called) or DeclaredTool(called)
 
-    def echoed(self, call: Call) -> Call:
+    def as_sent_back(self, call: Call) -> Call:
         """``call`` of the model, as it is read when the client sends its item back."""
         tool = self.tool(call.name)
         arguments = wrap(unwrap(call.arguments)) if tool.kind == "custom" else call.arguments

@@ -33,7 +33,7 @@ from vllm_mlx_harmony.server.front_end import Caller, front_end_of, host_of
 from vllm_mlx_harmony.server.generation import Deltas, Job
 from vllm_mlx_harmony.server.host import NotHarmony
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, prepare, read
-from vllm_mlx_harmony.server.serving import LeasedRequest, leased
+from vllm_mlx_harmony.server.serving import LeasedRequest, lease_for
 from vllm_mlx_harmony.server.storage.persistence import StoringEmitter, new_id_seed
 from vllm_mlx_harmony.server.streams import (
     abort_connection,
@@ -177,7 +177,7 @@ class ResponsesSocket:
     async def _respond(self, body: Document, *, generates: bool) -> None:
         scope = {**self._socket.scope, "type": "http", "method": "POST"}
         request = Request(scope, _empty_body())
-        async with leased(self._api, request, body, self._front_end) as lease:
+        async with lease_for(self._api, request, body, self._front_end) as lease:
             leased_request = LeasedRequest(
                 self._api, self._front_end, request, body, lease, new_id_seed()
             )

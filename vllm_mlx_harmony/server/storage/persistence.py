@@ -110,7 +110,7 @@ class StoringEmitter:
         written: Sequence[Message] = self._context.messages
         if self.request.turn.has_browser:
             pages = prompt_pages(self._context.render_for_completion())
-            written = Citations(pages).echoed(written, link)
+            written = Citations(pages).rewrite(written, link)
         messages = self.request.conversation(written, ended=ended)
         return StoredResponse(self.key.id, document, self.input_items(), messages, self.key.tenant)
 
