@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +13,7 @@ from typing import Any
 
 import psutil
 from loops import run
+from waiting import wait_for_port
 
 from vllm_mlx_harmony.core.deltas import ToolFinished
 from vllm_mlx_harmony.core.turn import ServerCall
@@ -73,11 +72,7 @@ def mcp_process(
         stderr=subprocess.DEVNULL,
     )
     try:
-        for _ in range(2_400):  # two minutes, where much else is going on
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
+        wait_for_port(port)
         yield server
     finally:
         server.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -31,3 +32,13 @@ async def wait_until_async(
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         await asyncio.sleep(0.001)
+
+
+def wait_for_port(port: int) -> None:
+    """Waits until something listens on a local port."""
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(listens, f"a server on port {port}")

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from apis import ANSWER
 from size import SEED, size
+from sse import arriving
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
@@ -76,10 +77,8 @@ class Sender:
             self._target.server.client() as client,
             client.stream("POST", "/v1/responses", json=body) as response,
         ):
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    self._record(event["type"], event.get("response"))
+            for event in arriving(response.iter_lines()):
+                self._record(event["type"], event.get("response"))
 
     def _send_over_websocket(self) -> None:
         url = self._target.server.base_url.replace("http", "ws", 1) + "/v1/responses"

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import server_process
 from size import size
+from sse import documents
 
 pytest.importorskip("httpx2")
 pytest.importorskip("lxml")
@@ -151,8 +152,7 @@ def answer_text(web_setup: WebSetup, text: str, api: str) -> str:
         body = {"model": web_setup.model, "tools": [tool], "messages": [user], "max_tokens": 500}
         response = client.post("/v1/messages", json={**body, "stream": True})
     assert response.status_code == 200, response.text
-    events = (line.removeprefix("data: ") for line in response.text.split("\n"))
-    deltas = (json.loads(event).get("delta", {}) for event in events if event.startswith("{"))
+    deltas = (event.get("delta", {}) for event in documents(response.text))
     return "".join(delta.get("text", "") for delta in deltas)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from server_process import FLAG, HARMONY
+from sse import arriving
 from waiting import wait_until
 
 from vllm_mlx_harmony import standin
@@ -78,7 +79,7 @@ def test_dead_engine_thread_is_reported_everywhere(dying_server: tuple[Server, P
             lines = streamed.iter_lines()
             assert "word" in next(line for line in lines if "word" in line)
             file.touch()
-            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            events = list(arriving(lines))
         assert "the engine stopped unexpectedly" in events[-1]["error"]["message"]
         assert client.get("/health").status_code == 503
         for path in (CHAT, RESPONSES, MESSAGES):

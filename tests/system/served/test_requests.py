@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from server_process import FLAG, HARMONY, IS_LIGHT
+from sse import arriving
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -61,11 +62,11 @@ def test_running_answer_is_cancelled(server: Server, path: str, method: str) -> 
     with server.client() as client:
         slow = body(path, "Slow", stream=True, model=model)
         with client.stream("POST", path, json=slow) as stream:
-            lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
-            request_id = APIS[path](json.loads(next(lines)[6:]))
+            events = arriving(stream.iter_lines())
+            request_id = APIS[path](next(events))
             target = f"/v1/requests/{request_id}" + ("/cancel" if method == "POST" else "")
             response = httpx.request(method, server.base_url + target, timeout=20)
-            rest = [json.loads(line[6:]) for line in lines]
+            rest = list(events)
         assert response.status_code == 200
         expected = {"object": "request.cancel", "id": request_id, "cancelled": True, "model": model}
         assert response.json() == expected

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import openai
 import pytest
 from event_checker import check, check_documents, from_wire
 from server_process import FLAG, HARMONY, KEY
+from sse import arriving, documents
 from waiting import wait_until
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
@@ -88,20 +90,14 @@ def get_stream(server: Server, path: str) -> str:
 
 def test_stream_resumes_where_it_was_cut(server: Server, client: OpenAI, model: str) -> None:
     body = {"model": model, "input": "Slowly.", "background": True, "stream": True}
-    first_events: list[dict[str, Any]] = []
     with (
         server.client() as http,
         http.stream("POST", "/v1/responses", json=body, headers=BEARER) as stream,
     ):
-        for line in stream.iter_lines():
-            if line.startswith("data: "):
-                first_events.append(json.loads(line.removeprefix("data: ")))
-            if len(first_events) == 12:
-                break  # which closes the connection
+        first_events = list(islice(arriving(stream.iter_lines()), 12))
     path = f"/v1/responses/{first_events[0]['response']['id']}?stream=true"
-    rest = from_wire(get_stream(server, f"{path}&starting_after=11"))
-    documents = [json.loads(event.data) for event in rest[:-1]]
-    final = check_documents([*first_events, *documents])
+    rest = documents(get_stream(server, f"{path}&starting_after=11"))
+    final = check_documents([*first_events, *rest])
     assert final["status"] == "completed"
     assert check(from_wire(get_stream(server, path))) == final
     assert client.responses.retrieve(final["id"]).output_text == " word" * 30

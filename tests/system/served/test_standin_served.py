@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from server_process import SPELLINGS
+from sse import arriving
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -129,8 +130,7 @@ def test_streamed_tokens_arrive_one_by_one(client: httpx.Client) -> None:
     model = client.get("/v1/models").json()["data"][0]["id"]
     body = {"model": model, "messages": [user("Slowly.")], "max_tokens": 100, "stream": True}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        chunks = (line for line in response.iter_lines() if line.startswith("data: {"))
-        times = [time.monotonic() for _ in chunks]
+        times = [time.monotonic() for _ in arriving(response.iter_lines())]
     assert times[-1] - times[0] > 0.4
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ import openai
 import psutil
 import pytest
 from server_process import FLAG, HARMONY
-from waiting import wait_until
+from waiting import wait_for_port, wait_until
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli.process import free_port
@@ -149,16 +147,6 @@ def test_server_of_request_is_called(server: Server) -> None:
             caller.kill()
     assert "s3cret" not in server.log
     assert re.search(rf"tools +requests may name http://127.0.0.1:{CALLER_PORT}\b", server.log)
-
-
-def wait_for_port(port: int) -> None:
-    """Waits until a server listens on ``port``."""
-    for _ in range(600):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError("the tool server did not start")
 
 
 def test_tool_loop_computes_each_token_once(server: Server) -> None:

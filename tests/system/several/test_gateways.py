@@ -19,6 +19,7 @@ from app_server import run_server
 from fake_engines import FakeEngine
 from harmony_text import ids_of
 from real_redis import RedisServer
+from sse import arriving, documents
 from waiting import wait_until
 from websockets.sync.client import connect
 
@@ -235,8 +236,7 @@ def hold(cluster: Cluster, held: bool = True) -> None:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    return documents(response.text)
 
 
 def test_background_response_is_followed_at_the_other_gateway(cluster: Cluster) -> None:
@@ -292,7 +292,7 @@ def test_streamed_answer_is_cancelled_at_the_other_gateway(cluster: Cluster) -> 
     url = f"{first.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, headers=KEYS, timeout=180) as stream:
         lines = stream.iter_lines()
-        chunk = json.loads(next(lines).removeprefix("data: "))
+        chunk = next(arriving(lines))
         path = f"/v1/requests/{chunk['id']}/cancel"
         assert second.post(path, headers=bob).status_code == 404
         response = second.post(path)

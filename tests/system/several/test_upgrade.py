@@ -4,7 +4,6 @@ rolling upgrade of engines and gateways fails no request."""
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ import pytest
 from app_server import run_server
 from fake_engines import FakeEngine
 from real_redis import RedisServer
+from sse import arriving
 from waiting import wait_until
 
 from vllm_mlx_harmony.cli.process import free_port
@@ -139,12 +139,12 @@ def stream_text(clients: list[httpx.Client], turn: int, key: str) -> str:
                     continue
                 started = True
                 assert response.status_code == 200, response.read()
-                lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
+                events = list(arriving(response.iter_lines()))
         except httpx.TransportError as error:
             if started:
                 raise AssertionError("an answer broke off") from error
             continue
-        return "".join(_text(json.loads(line)) for line in lines)
+        return "".join(map(_text, events))
     raise AssertionError("no gateway took the request")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 from app_server import run_server
 from fake_engines import FakeEngine
 from real_redis import RedisServer
+from sse import arriving
 from waiting import wait_until
 
 from vllm_mlx_harmony.__main__ import main
@@ -214,7 +214,7 @@ def test_sigterm_lets_streams_finish(to: str, tmp_path: Path) -> None:
                 assert gateway.post().status_code == 503
         gateway.engine.held = False
         for lines in streams:
-            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            events = list(arriving(lines))
             assert not any("error" in event for event in events), events
             choices = (choice for event in events for choice in event["choices"])
             assert "".join(choice["delta"].get("content") or "" for choice in choices) == TEXT

@@ -7,13 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from waiting import wait_until
 
 from vllm_mlx_harmony.cli import demo
 from vllm_mlx_harmony.cli.parse import parse
@@ -107,10 +107,8 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "kill"])
 def test_interrupted_demo_ends_its_server(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path)
-    until = time.monotonic() + 120
-    while not servers(tmp_path) and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.05)
-    assert servers(tmp_path), "the server was started"
+    wait_until(lambda: servers(tmp_path) or process.poll() is not None, "the server")
+    assert servers(tmp_path), "the demo has ended"
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, servers(tmp_path)) == (130, []), out

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sse import documents
 
 pytest.importorskip("prometheus_client")
 
@@ -45,14 +46,9 @@ def content_of(response: httpx.Response) -> str:
         return str(response.json()["choices"][0]["message"]["content"])
     return "".join(
         choice["delta"].get("content") or ""
-        for event in events(response.text)
+        for event in documents(response.text)
         for choice in event.get("choices", ())
     )
-
-
-def events(text: str) -> list[Any]:
-    lines = (line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: "))
-    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 BEFORE: dict[str, tuple[EngineFault, int, str | None]] = {
@@ -106,7 +102,7 @@ def test_failure_after_the_first_output_is_an_error(kind: str, then: str) -> Non
         for path in BODIES:
             failing.faults[:] = [EngineFault(then=then, after=8)]
             answer = deployment.ask(path, stream=True)
-            last = events(answer.text)[-1]
+            last = documents(answer.text)[-1]
             assert answer.status_code == 200
             error = last.get("error") or last.get("response", last).get("error")
             assert error["message"], last
@@ -128,7 +124,7 @@ def test_hanging_engine_times_out(after: int | None, stream: bool) -> None:
         deployment = Deployment(stack, FakeEngine("vllm", SCRIPTS, faults=[fault]), timeout=timeout)
         answer = deployment.ask(stream=stream)
         if stream and after is not None:
-            assert events(answer.text)[-1]["error"]["code"] == "timeout"
+            assert documents(answer.text)[-1]["error"]["code"] == "timeout"
         else:
             assert answer.status_code == 504
         wait_until(lambda: deployment.host.leases == 0, "the lease")
@@ -290,7 +286,7 @@ def test_slow_reader_slows_its_engine_and_gets_everything(
         text = b"".join(_unchunked(read.partition(b"\r\n\r\n")[2])).decode()
         output = "".join(
             event["choices"][0]["delta"].get("content") or ""
-            for event in events(text)
+            for event in documents(text)
             if event["choices"]
         )
         assert output == long

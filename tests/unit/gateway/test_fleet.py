@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sse import documents
 
 pytest.importorskip("prometheus_client")
 
@@ -198,9 +198,7 @@ def test_sighup_reads_the_engines_of_the_file(tmp_path: Path) -> None:
         assert len(second.prompts) == 1
         first.held = False
         asking.join()
-        lines = [line for line in answers[0].text.splitlines() if line.startswith("data: {")]
-        events = [json.loads(line.removeprefix("data: ")) for line in lines]
-        choices = [choice for event in events for choice in event["choices"]]
+        choices = [choice for event in documents(answers[0].text) for choice in event["choices"]]
         assert "".join(choice["delta"].get("content") or "" for choice in choices) == LONG
         wait_until(lambda: health() == {urls[1]: "up"}, "the first engine to be taken away")
         file.write_text("engines = 1")

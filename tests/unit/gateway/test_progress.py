@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from sse import documents
 
 pytest.importorskip("prometheus_client")
 
@@ -50,8 +50,7 @@ def post_chat(kind: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
         messages = [{"role": "user", "content": "Hello"}]
         body = {"model": MODEL, "messages": messages, "stream": True, **fields}
         response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=180)
-    data = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
-    chunks = [json.loads(event) for event in data if event != "[DONE]"]
+    chunks = documents(response.text)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     text = "".join(delta.get("content") or "" for delta in deltas)
     return text, [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]

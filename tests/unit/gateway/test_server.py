@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sse import arriving
 
 pytest.importorskip("prometheus_client")
 
@@ -834,7 +835,7 @@ def test_sigterm_lets_streams_end_and_rejects_requests() -> None:
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
             assert refused.headers["retry-after"] == "5"
             engine.held = False
-            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            events = list(arriving(lines))
         text = "".join(
             choice["delta"].get("content") or ""
             for event in events
@@ -857,8 +858,8 @@ def test_drain_has_a_limit() -> None:
             lines = answer.iter_lines()
             next(lines)
             running.send_signal(signal.SIGTERM)
-            last = [line for line in lines if line.startswith("data: {")][-1]
-        assert json.loads(last[6:])["error"]["code"] == "shutting_down"
+            *_, last = arriving(lines)
+        assert last["error"]["code"] == "shutting_down"
         running.wait(180)
         assert running.stderr is not None
         assert "no keys are set: everyone who can reach 0.0.0.0" in running.stderr.read()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import wait_until_async
 
 pytest.importorskip("vllm_mlx")
 pytest.importorskip("mlx_lm")
@@ -179,11 +180,7 @@ async def started_answer(engine: Any, name: str) -> AsyncIterator[Any]:
 
 
 async def wait_until_idle(engine: Any) -> None:
-    """Returns when the engine has nothing left to do."""
-    while True:
-        if not engine.engine.status():
-            return
-        await asyncio.sleep(0.01)
+    await wait_until_async(lambda: not engine.engine.status(), "the engine to be idle")
 
 
 def test_closed_request_frees_the_engine(engine: Any, run: Run) -> None:
@@ -202,8 +199,9 @@ def test_cancelled_request_frees_the_engine(engine: Any, run: Run) -> None:
     async def test() -> None:
         before = engine.engine.totals.completion_tokens
         task = asyncio.ensure_future(read_steps(engine, "slow"))
-        while not any(status.generated for status in engine.engine.status()):
-            await asyncio.sleep(0.01)
+        await wait_until_async(
+            lambda: any(status.generated for status in engine.engine.status()), "an id"
+        )
         task.cancel()
         await asyncio.wait({task})
         await wait_until_idle(engine)

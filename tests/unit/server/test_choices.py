@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from sse import documents
 
 pytest.importorskip("starlette")
 pytest.importorskip("openai")
@@ -264,9 +264,8 @@ def test_prompt_progress_is_sent_once_and_first() -> None:
         client.headers["Authorization"] = f"Bearer {KEY}"
         body = request(stream=True, return_progress=True)
         answer = client.post("/v1/chat/completions", json=body)
-    lines = [line for line in answer.text.splitlines() if line]
-    assert lines[-1] == "data: [DONE]"
-    chunks = [json.loads(line[len("data: ") :]) for line in lines[:-1]]
+    assert answer.text.endswith("data: [DONE]\n\n")
+    chunks = documents(answer.text)
     progress = ["prompt_progress" in chunk for chunk in chunks]
     assert progress[0] is False  # the role
     assert 0 < sum(progress) == progress.index(False, 1) - 1

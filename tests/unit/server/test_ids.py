@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sse import documents
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
@@ -53,10 +53,6 @@ def client(host: SingleEngineHost) -> TestClient:
     return test_client
 
 
-def events(text: str) -> list[Any]:
-    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
-
-
 def test_endpoint_is_off_by_default(
     host: SingleEngineHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +74,7 @@ def test_origins_are_sent_on_request(host: SingleEngineHost, requested: bool) ->
     host.engine = Reporting({"Hello!": SCRIPT}, at_once=2)
     settings = {**SETTINGS, "origins": True} if requested else SETTINGS
     answer = client(host).post(PATH, json={"model": MODEL, "prompt": PROMPT, "settings": settings})
-    for event in events(answer.text):
+    for event in documents(answer.text):
         assert event.get("origins", "") == "m" * len(event["ids"]) * requested
 
 
@@ -86,7 +82,7 @@ def test_all_generated_ids_are_sent(host: SingleEngineHost) -> None:
     body = {"model": MODEL, "prompt": PROMPT, "settings": SETTINGS}
     answer = client(host).post(PATH, json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    stream = events(answer.text)
+    stream = documents(answer.text)
     assert tuple(token for event in stream for token in event["ids"]) == ids_of(SCRIPT)
     assert [event["finish"] for event in stream if event["finish"]] == ["stop"]
     assert host.engine.prompts == [tuple(PROMPT)]  # type: ignore[attr-defined]
@@ -95,7 +91,7 @@ def test_all_generated_ids_are_sent(host: SingleEngineHost) -> None:
 
 def test_token_limit_finishes_with_length(host: SingleEngineHost) -> None:
     body = {"prompt": PROMPT, "settings": {**SETTINGS, "max_tokens": 3}}
-    stream = events(client(host).post(PATH, json=body).text)
+    stream = documents(client(host).post(PATH, json=body).text)
     assert stream[-1]["finish"] == "length"
     assert tuple(token for event in stream for token in event["ids"]) == ids_of(SCRIPT)[:3]
 
@@ -167,7 +163,7 @@ def test_prediction_is_passed_on_and_counted(host: SingleEngineHost) -> None:
     predicted = [5] * MANY
     prompt = [PROMPT[0]] * (MANY - len(PROMPT)) + PROMPT
     body = {"prompt": prompt, "settings": {**SETTINGS, "prediction": predicted}}
-    for event in events(client(host).post(PATH, json=body).text):
+    for event in documents(client(host).post(PATH, json=body).text):
         counts = {name: event[name] for name in ("accepted", "rejected") if name in event}
         assert counts == ({"accepted": 2, "rejected": 1} if event["ids"] else {})
     assert predictions == [tuple(predicted)]

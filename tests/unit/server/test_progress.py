@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from sse import documents
 
 pytest.importorskip("starlette")
 pytest.importorskip("openai")
@@ -107,13 +108,9 @@ def comments(body: str) -> list[dict[str, int]]:
     return [json.loads(comment) for comment in lines(body, ": prompt_progress ")]
 
 
-def chunks(body: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in lines(body, "data: ") if line != "[DONE]"]
-
-
 def progress_of(body: str) -> list[tuple[int, int]]:
     """Place and processed ids of all reports that a client gets."""
-    reports = [chunk["prompt_progress"] for chunk in chunks(body) if "prompt_progress" in chunk]
+    reports = [chunk["prompt_progress"] for chunk in documents(body) if "prompt_progress" in chunk]
     return [(report.get("place", 0), report["processed"]) for report in [*reports, *comments(body)]]
 
 
@@ -156,7 +153,7 @@ def test_progress_has_fields_of_llama_cpp() -> None:
     options = {"include_usage": True}
     engine = Reporting(reports=SLOW)
     body = run(post(engine, "chat", stream=True, stream_options=options, **RETURN_PROGRESS))
-    parsed = chunks(body)
+    parsed = documents(body)
     last = next(chunk for chunk in reversed(parsed) if "prompt_progress" in chunk)
     assert last["prompt_progress"] == {"total": 100, "cache": 10, "processed": 100, "time_ms": 1500}
     choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
@@ -217,12 +214,6 @@ def test_pings_are_sent_despite_comments(monkeypatch: pytest.MonkeyPatch) -> Non
     body = run(post(Reporting(reports=reports), "messages", stream=True))
     pings = body.count("event: ping")
     assert 4 <= pings <= 6 and len(comments(body)) == 19
-
-
-def documents(body: str) -> list[dict[str, Any]]:
-    """The events of a stream."""
-    lines = body.splitlines()
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
