@@ -460,17 +460,15 @@ class EngineLoop:
         if request.max_length >= self._too_long:
             request.hopeless_since = now  # others run: their memory will be freed
             return False
-        running, own = self._running()
-        ends = [*(other.max_length for other in running), request.max_length]
-        other_bytes = device.used() - own
-        missing = budget.missing(other_bytes, ends)
+        other_bytes, running = self._in_use()
+        missing = budget.missing(other_bytes, [*running, request.max_length])
         request.lacking_since = min(request.lacking_since, now) if missing else inf
         # A slow disk is not a lack of memory: what waits to be written is given up after a while.
         late = now > request.lacking_since + WRITE_TIMEOUT
         if self.cache.make_room(missing, may_wait=not late):
             mx.clear_cache()
-            other_bytes = device.used() - own
-            missing = budget.missing(other_bytes, ends)
+            other_bytes, _ = self._in_use()
+            missing = budget.missing(other_bytes, [*running, request.max_length])
         if running and missing:
             self._too_long = request.max_length
         if running or other_bytes != request.other_bytes:
@@ -481,11 +479,13 @@ class EngineLoop:
             self._forget(request)
         return not missing
 
-    def _running(self) -> tuple[list[Request], int]:
-        """The requests that have begun, and the bytes of their caches."""
+    def _in_use(self) -> tuple[int, list[int]]:
+        """Bytes in use without the caches of requests that have begun, and the ``max_length`` of
+        each of these."""
         running = [one for one in self.requests.values() if one.phase is not Phase.WAITING]
         holders: list[Request | Batch] = [*running, *self.batches]
-        return running, sum(layer.nbytes for holder in holders for layer in holder.layers or ())
+        own = sum(layer.nbytes for holder in holders for layer in holder.layers or ())
+        return device.used() - own, [one.max_length for one in running]
 
     def _begin(self, request: Request) -> None:
         """Makes the request's caches, with as much of the prompt as is cached."""
@@ -560,15 +560,15 @@ class EngineLoop:
         cached prompts for it."""
         if not self.cache.enabled:
             return
-        size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
-        running, own = self._running()
-        ends = [request.max_length for request in running]
-        missing = size - self.budget.remaining(device.used() - own, ends)
+
+        def missing_bytes() -> int:
+            size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
+            return size - self.budget.remaining(*self._in_use())
+
+        missing = missing_bytes()
         if missing > 0 and self.cache.make_room(missing):
             mx.clear_cache()
-            # What it continues may have been evicted, too.
-            size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
-            missing = size - self.budget.remaining(device.used() - own, ends)
+            missing = missing_bytes()  # what ``ids`` continue may have been evicted, too
         if missing <= 0:
             self.cache.store(ids, layers, request.tenant, row)
 

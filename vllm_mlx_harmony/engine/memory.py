@@ -112,22 +112,22 @@ class Budget:
     layout: Layout
     work: int
 
-    def needed(self, ends: Iterable[int]) -> int:
-        """Bytes that requests of these final lengths need together, with the work of one chunk."""
-        sizes = [self.layout.nbytes(end) for end in ends]
+    def needed(self, max_lengths: Iterable[int]) -> int:
+        """Bytes that requests of these ``max_length`` need together, with the work of one chunk."""
+        sizes = [self.layout.nbytes(length) for length in max_lengths]
         whole = sum(sizes)
         if len(sizes) > 1:
             whole = int(whole / (1 - MAX_PADDING)) + FREE_PADDING * self.layout.per_id
         return whole + self.work
 
-    def remaining(self, other_bytes: int, ends: Iterable[int]) -> int:
+    def remaining(self, other_bytes: int, max_lengths: Iterable[int]) -> int:
         """Bytes that all of them leave of the limit, beside ``other_bytes``; negative if they
         exceed it."""
-        return self.limit - other_bytes - self.needed(ends)
+        return self.limit - other_bytes - self.needed(max_lengths)
 
-    def missing(self, other_bytes: int, ends: Iterable[int]) -> int:
+    def missing(self, other_bytes: int, max_lengths: Iterable[int]) -> int:
         """Bytes by which all of them exceed the limit, beside ``other_bytes``; 0 if they fit."""
-        return max(0, -self.remaining(other_bytes, ends))
+        return max(0, -self.remaining(other_bytes, max_lengths))
 
     def longest(self, weight_bytes: int) -> int:
         """Ids of the longest request that fits when it is alone, beside the weights."""
