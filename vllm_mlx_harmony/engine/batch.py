@@ -25,9 +25,6 @@ cost little more. An answer that is alone in its batch computes, together with i
 With a draft, Python must read the next id before the step starts, so the device idles meanwhile.
 This is done only where a draft is likely to pay for it, or where few ids are allowed, as in
 headers.
-
-`join` and `remove` empty ``rows`` while they work: if one fails, some layers have changed and
-others have not, and a batch without rows is discarded.
 """
 
 from __future__ import annotations
@@ -66,12 +63,15 @@ class Batch:
     when rows have joined, and after a step without a draft.
 
     ``complete``: every answer has all its ids, and the caches lack the last id of each.
+
+    ``broken``: a change has failed, or is being made. Some layers may have changed and others not,
+    so the batch is of no use any more.
     """
 
     def __init__(self, rows: Sequence[Request], layers: Layers, costs: Costs | None = None) -> None:
         self.rows, self.layers, self.costs = list(rows), layers, costs
         self.next_id: int | None = None
-        self.complete = False
+        self.complete = self.broken = False
         self.pending = _last_ids(rows)
 
     def fits(self, rows: Sequence[Request]) -> bool:
@@ -79,19 +79,20 @@ class Batch:
 
     def join(self, new: Sequence[Request], layers: Layers) -> None:
         """Adds rows, whose ``layers`` hold all of their ids but the last of each."""
-        rows, self.rows = self.rows, []
+        self.broken = True
         for at, layer in enumerate(layers):
             own = self.layers[at]
-            if len(rows) == len(new) == 1:
+            if len(self.rows) == len(new) == 1:
                 own = type(own).merge([own, layer])
             else:
-                own = type(own).merge([own]) if len(rows) == 1 else own
+                own = type(own).merge([own]) if len(self.rows) == 1 else own
                 own.extend(type(layer).merge([layer]) if len(new) == 1 else layer)
             # One layer after another, so that no more than one exists twice.
             mx.eval(own.keys, own.values)
             self.layers[at], layers[at] = own, None
         self.pending, self.next_id = mx.concatenate([self.pending, _last_ids(new)]), None
-        self.rows = [*rows, *new]
+        self.rows += new
+        self.broken = False
 
     def step(self, model: Model) -> list[tuple[Request, int]]:
         """Runs one step; returns the next ids of the rows. A row's first step computes the last id
@@ -249,8 +250,8 @@ class Batch:
 
     def remove(self, removed: Collection[Request]) -> None:
         """Removes rows; the others continue."""
-        rows, self.rows = self.rows, []
-        stay = [at for at, request in enumerate(rows) if request not in removed]
+        self.broken = True
+        stay = [at for at, request in enumerate(self.rows) if request not in removed]
         if stay:
             chosen = mx.array(stay)
             self.pending = self.pending[chosen]
@@ -261,7 +262,8 @@ class Batch:
                     layer.filter(chosen)
                 mx.eval(layer.keys, layer.values)
                 self.layers[at] = layer
-        self.rows = [rows[at] for at in stay]
+        self.rows = [self.rows[at] for at in stay]
+        self.broken = False
 
 
 def prefill_together(

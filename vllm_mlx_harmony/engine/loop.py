@@ -327,10 +327,8 @@ class EngineLoop:
         request.layers = request.match = None
         for batch in self.batches:
             if request in batch.rows:
-                try:
+                with self._failing_alone(batch):
                     batch.remove([request])
-                except Exception as error:  # noqa: BLE001 - as in ``_step``
-                    self._fail((), error)
         self.batches = [batch for batch in self.batches if batch.rows]
 
     def _put(self, request: Request, item: Item) -> None:
@@ -353,16 +351,14 @@ class EngineLoop:
                         self.thread.call(partial(self.cancel, request))
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """Ends ``requests``, and answers whose batch has failed, with ``error``.
+        """Ends ``requests``, and the answers of broken batches, with ``error``.
 
         When memory has run out, the prefix cache is emptied.
         """
-        rows = {request for batch in self.batches for request in batch.rows}
-        generating = {
-            request for request in self.requests.values() if request.phase is Phase.GENERATING
-        }
+        broken = [batch for batch in self.batches if batch.broken]
+        self.batches = [batch for batch in self.batches if not batch.broken]
         failure = _failure_of(error)
-        for request in {*requests, *(generating - rows)}:
+        for request in {*requests, *(row for batch in broken for row in batch.rows)}:
             self._put(request, failure)
             self._forget(request)
         if device.exhausted(error):
@@ -383,7 +379,7 @@ class EngineLoop:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - of the model, whatever it is
-            batch.rows = []  # its caches may be broken
+            batch.broken = True
             self._fail((), error)
 
     # --- On the thread: work
@@ -433,7 +429,7 @@ class EngineLoop:
             device.lock.share(self)
         except Exception as error:  # noqa: BLE001 - of the device, whatever it is
             for batch in self.batches:
-                batch.rows = []
+                batch.broken = True
             self._fail((), error)
             device.lock.share(self)
 
