@@ -51,7 +51,7 @@ from vllm_mlx_harmony.engine.scheduler import (
 )
 from vllm_mlx_harmony.engine.status import EngineStatus, RequestStatus, Totals, Waiting
 from vllm_mlx_harmony.engine.step_costs import ASSUMED
-from vllm_mlx_harmony.engine.thread import POLL_SECONDS, EngineThread, Stopped
+from vllm_mlx_harmony.engine.thread import EngineThread, Stopped
 from vllm_mlx_harmony.engine_api.engine import Finish, Speculate
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,9 @@ no memory is freed."""
 
 WRITE_TIMEOUT = 2.0
 """Seconds that a prompt waits for evicted pieces to be written, if it lacks their memory."""
+
+POLL_SECONDS = 0.2
+"""Seconds between two attempts at work that waits for something else, such as memory."""
 
 REPORT_SECONDS = 0.5
 """Seconds between two progress reports of prompts that wait."""

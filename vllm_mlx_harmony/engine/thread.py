@@ -19,10 +19,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.2
-"""Seconds between two attempts at work that waits for something else, such as memory."""
-
-
 class Stopped(RuntimeError):
     """The thread has ended, or died: it accepts no more calls."""
 
@@ -67,18 +63,7 @@ class EngineThread:
     def _run(self) -> None:
         wait: float | None = None
         try:
-            while True:
-                with suppress(Empty):
-                    call = self._calls.get(block=wait != 0, timeout=wait or None)
-                    while call is not None:
-                        function, result = call
-                        if result.set_running_or_notify_cancel():
-                            try:
-                                result.set_result(function())
-                            except BaseException as error:  # noqa: BLE001 - it is the caller's
-                                result.set_exception(error)
-                        call = self._calls.get_nowait()
-                    return
+            while self._run_calls(wait):
                 wait = self._work()
         except BaseException as error:
             logger.exception("the engine's thread has died")
@@ -92,3 +77,25 @@ class EngineThread:
             while call := self._calls.get_nowait():
                 if call[1].set_running_or_notify_cancel():
                     call[1].set_exception(Stopped("the engine's thread has ended"))
+
+    def _run_calls(self, wait: float | None) -> bool:
+        """Runs all posted calls, and waits up to ``wait`` seconds for the first. Returns whether
+        the thread goes on."""
+        block, timeout = wait != 0, wait or None
+        while True:
+            try:
+                call = self._calls.get(block, timeout)
+            except Empty:
+                return True
+            if call is None:
+                return False
+            _run_call(*call)
+            block = False
+
+
+def _run_call(function: Callable[[], T], result: Future[T]) -> None:
+    if result.set_running_or_notify_cancel():
+        try:
+            result.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            result.set_exception(error)
