@@ -6,6 +6,9 @@
   ``meta_state`` had before. The engine uses neither: it reads the attributes that `mlx_lm_names`
   lists, and writes four of them: ``keys``, ``values``, ``offset`` and ``_idx`` (`trim`,
   `pieces.join`).
+- *Windows.* After a pass of several ids, a `RotatingKVCache` holds all of them and the window of
+  the first; after a single id, exactly one window. With a window of n, an id attends to itself and
+  to the n - 1 ids before it.
 - *Batches.* What ``BatchGenerator`` takes (``state_machines``, now ``stop_sequences``) and makes
   (``_make_new_cache``) has changed, too: the engine has batches of its own.
 """
@@ -75,8 +78,7 @@ def evaluate(layers: Layers) -> None:
 
 
 def drop_outside_windows(layers: Layers) -> None:
-    """Frees what lies outside of the windows. A `RotatingKVCache` keeps all ids of a pass, with the
-    window of its first, until the next pass."""
+    """Frees what a pass has left outside of the windows, and the next one would free."""
     for layer in layers:
         if type(layer) is RotatingKVCache and layer.keys.shape[2] > layer.max_size:
             last = slice(-layer.max_size, None)
@@ -87,11 +89,8 @@ def drop_outside_windows(layers: Layers) -> None:
 
 
 def trim(layers: Layers, ids: int) -> None:
-    """Removes the last ``ids`` ids. The last pass must have added more than that.
-
-    After a pass of several ids, a `RotatingKVCache` still holds all of them and the window before
-    the first, so that dropping the last ones leaves a complete window. mlx-lm's own ``trim``
-    refuses, because after single steps it would not.
+    """Removes the last ``ids`` ids. The last pass must have added more than that: then the windows
+    are still complete. mlx-lm's own ``trim`` refuses, because after single ids they would not be.
     """
     for layer in layers:
         if isinstance(layer, RotatingKVCache):

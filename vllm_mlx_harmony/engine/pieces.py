@@ -76,10 +76,10 @@ def windows(model: Module) -> Windows | None:
 def cut(cache: Layers, start: int, end: int, row: int = 0) -> Piece:
     """The piece from ``start`` to ``end`` (in tokens) of what ``cache`` holds in ``row``.
 
-    Raises ``Misaligned`` unless its windows have what they held after ``end`` tokens. They do after
-    the pass in which these were computed: a pass keeps all of its tokens, and the window of its
-    first. They do one token later, too, since a token looks at itself and, with a window of n, at
-    the n - 1 before it. Another step would overwrite what is needed.
+    Raises ``Misaligned`` unless its windows have what they held after ``end`` tokens. They do
+    (`mlx_lm_compat`) if ``end`` is in the last pass. If a single token has followed, it has
+    overwritten the oldest one of the window at ``end``, which no later token attends to: the
+    second-oldest takes its place.
     """
     cuts: dict[int, list[mx.array]] = {}
     for layer in cache:
@@ -116,11 +116,9 @@ def _row(layer: Layer, row: int, end: int) -> tuple[mx.array, mx.array, int]:
         if min(ordered.shape[2], window) != min(held, window):
             raise Misaligned(f"a window of {ordered.shape[2]} tokens does not end at {held}")
         ordered = ordered[:, :, : max(0, ordered.shape[2] - (held - end))]
-        # Without the last id, the window is one token short, because its oldest token was
-        # overwritten. The next token does not attend to that slot, so the oldest remaining token is
-        # repeated there.
         missing = min(end, window) - ordered.shape[2]
-        if missing > (held - end == 1):
+        overwritten = 1 if held == end + 1 else 0
+        if missing > overwritten:
             raise Misaligned(f"a window at {held} has moved on from {end}")
         if missing > 0:
             ordered = mx.concatenate([ordered[:, :, :missing], ordered], axis=2)
