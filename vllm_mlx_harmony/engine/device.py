@@ -163,7 +163,7 @@ class DeviceLock:
             self._shared.add(engine)
 
     def release(self, engine: Hashable) -> None:
-        """The engine has nothing to compute now, if it had."""
+        """Waits for what the engine has started, and ends its share, if it has one."""
         if engine in self._shared:
             try:
                 self._settle()

@@ -143,7 +143,7 @@ class EngineLoop:
         self._too_long = inf
         """Length of the shortest request that did not fit beside others in this call of `work`;
         longer ones are not tried."""
-        self._stopped = "the engine was stopped"
+        self._stop_reason = "the engine was stopped"
         self.published = self._status()
         self.thread = EngineThread(f"engine of {model}", self.work, self.abandon)
 
@@ -156,7 +156,7 @@ class EngineLoop:
         return EngineStatus(
             at=time.perf_counter(),
             loaded=self.loaded,
-            stopped=self._stopped,
+            stop_reason=self._stop_reason,
             cache=self.cache,
             budget=self.budget,
             weight_bytes=self.weight_bytes,
@@ -268,12 +268,12 @@ class EngineLoop:
     def abandon(self, error: BaseException | None = None) -> None:
         """Ends all requests with 503. ``error`` is what the thread died of."""
         if error is not None:
-            self._stopped = f"the engine stopped unexpectedly: {type(error).__name__}"
+            self._stop_reason = f"the engine stopped unexpectedly: {type(error).__name__}"
         for number in list(self.requests):
             request = self.requests.pop(number)
             self._enter(request, Phase.ENDED)
             request.layers = request.match = None
-            self._put(request, HostError(self._stopped))
+            self._put(request, HostError(self._stop_reason))
         self.batches, self.scheduler = [], Scheduler(self.options.limits)
         self.publish()
         self._deliver()
@@ -293,7 +293,7 @@ class EngineLoop:
     def admit(self, request: Request) -> None:
         """The request, whose ``match`` is known, waits for its turn from now on."""
         if not self.loaded or request.number not in self.requests:
-            raise HostError(self._stopped)
+            raise HostError(self._stop_reason)
         assert request.match is not None
         last = len(request.prompt) - 1
         cached = min(request.match.cached, last)
@@ -592,8 +592,8 @@ class EngineLoop:
                 break
         else:
             self.batches.append(Batch(requests, layers, self.costs))
-        for request in requests:
-            if request.settings.max_tokens == 0:
+        for request in requests:  # one of several leaves the caches that they share
+            if not request.settings.max_tokens:
                 self._put(request, request.step("length"))
                 self._forget(request)
 

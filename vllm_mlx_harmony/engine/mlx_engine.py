@@ -114,7 +114,7 @@ class MlxEngine:
             self._thread.call(self.loop.unload)
             self._thread.call(device.end_streams)
         self._thread.close()
-        if self.loaded:  # the thread died and could not free it
+        if self.loaded:  # the thread died, or failed to free it
             self.loop.unload()
 
     def status(self) -> list[RequestStatus]:
@@ -130,7 +130,7 @@ class MlxEngine:
         """See ``engine_api.engine.Engine``. Raises ``HostError`` when too many requests wait, and
         when the engine has stopped."""
         if not self._thread.alive:
-            raise HostError(self.loop.published.stopped)
+            raise HostError(self.loop.published.stop_reason)
         waiting = self.loop.waiting.count
         if waiting >= self.options.queue:
             problem = f"the queue is full ({waiting} requests are waiting); try again later"
@@ -147,7 +147,7 @@ class MlxEngine:
             # Known to the loop before the first wait, so that it ends when the engine does.
             self._thread.call(partial(loop.arrive, request))
         except Stopped:
-            raise HostError(loop.published.stopped) from None
+            raise HostError(loop.published.stop_reason) from None
         loop.waiting.add(1)
         try:
             match = await self.cache.find(request.prompt, request.tenant)
@@ -155,7 +155,7 @@ class MlxEngine:
             try:
                 await asyncio.wrap_future(self._thread.call(partial(loop.admit, request)))
             except Stopped:
-                raise HostError(loop.published.stopped) from None
+                raise HostError(loop.published.stop_reason) from None
             while not request.ended:
                 yield await request.next()
         finally:

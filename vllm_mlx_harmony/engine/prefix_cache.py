@@ -228,7 +228,10 @@ class PrefixCache:
 
     def stored(self, ids: Sequence[int], tenant: str) -> int:
         """How many ids of a sequence are in memory."""
-        return self._tree.match_length(self._owners(tenant), pack((*ids, 0))) if self.enabled else 0
+        if not self.enabled:
+            return 0
+        # A match never has the last id: with another one behind it, all of them may match.
+        return self._tree.match_length(self._owners(tenant), pack(ids) + pack((0,)))
 
     def writing_slowly(self) -> AbstractContextManager[None]:
         """To be held while the engine computes, which writing to the disk would slow down."""

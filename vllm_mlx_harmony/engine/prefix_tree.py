@@ -59,7 +59,8 @@ class TreeCounters:
 
 @dataclass(eq=False, slots=True)
 class _Node(Generic[T]):
-    """The ``ids`` of a sequence that end after ``end`` ids. The root has no parent and no value."""
+    """The packed ``ids`` that follow those of ``parent``, up to place ``end`` of the sequence. The
+    root has no parent and no value."""
 
     owner: Hashable = None
     ids: bytes = b""

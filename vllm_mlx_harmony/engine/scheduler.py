@@ -141,7 +141,7 @@ class Begin:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The next ``ids`` of the prompt of the request ``number``. With ``other_numbers``: all that is
-    left of each of these prompts, the longest of which has so many ids."""
+    left of this prompt and of theirs, in one pass; ``ids`` of the longest."""
 
     number: int
     ids: int

@@ -46,12 +46,12 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """An engine ``at`` a time of `time.perf_counter`. ``stopped`` says why it has stopped, if it
-    has. ``cache`` is the one object that changes; it may be used on any thread."""
+    """An engine ``at`` a time of `time.perf_counter`. ``stop_reason``: what requests are told once
+    it has stopped. ``cache`` is the one object that changes; it may be used on any thread."""
 
     at: float
     loaded: bool
-    stopped: str
+    stop_reason: str
     cache: PrefixCache
     budget: Budget
     weight_bytes: int

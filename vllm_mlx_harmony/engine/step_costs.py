@@ -38,4 +38,4 @@ class Costs:
 
 
 ASSUMED = Costs(WIDTHS, (1.0,) * len(WIDTHS))
-"""Of a device that is not measured: known and expected ids are always computed together."""
+"""Of a device that is not measured: several ids cost as much as one."""

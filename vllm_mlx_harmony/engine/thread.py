@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+
 class Stopped(RuntimeError):
     """The thread has ended, or died: it accepts no more calls."""
 
