@@ -1037,12 +1037,12 @@ def test_longer_waiting_prompts_are_not_checked_again(
         monkeypatch.setattr(Budget, "missing", count)
         try:
             running = engine.generate(
-                GenerationRequest(words(1, 20), replace(GREEDY, max_tokens=900), "")
+                GenerationRequest(words(1, 20), replace(GREEDY, max_tokens=9_000), "")
             )
             while not (await anext(running)).ids:
                 pass
             budget = engine.budget
-            room = device.used() + budget.needed([1000])
+            room = device.used() + budget.needed([10_000])
             limit(engine, room)
             waiting = [
                 asyncio.ensure_future(answer(engine, words(n, 400 + n), max_tokens=500))
