@@ -6,8 +6,8 @@ from typing import Any
 
 import openai
 from local_tool_servers import LocalServer, browser, interpreter, weather
-from official_clients import clients, in_process
-from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
+from official_clients import clients
+from scripted_host import MODEL, ScriptedEngine, SingleEngineHost
 
 from vllm_mlx_harmony.server.settings import Use
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
@@ -81,10 +81,7 @@ def host_with_tools(
 
 
 def client(host: SingleEngineHost) -> openai.AsyncOpenAI:
-    http = in_process(openai.DefaultAsyncHttpxClient, host.app)
-    return openai.AsyncOpenAI(
-        base_url="http://localhost/v1", api_key=KEY, max_retries=0, http_client=http
-    )
+    return clients(host)[0]
 
 
 async def create(
