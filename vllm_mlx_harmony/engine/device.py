@@ -174,7 +174,7 @@ class DeviceLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Meanwhile, no engine computes. Only one thread may ask for it at a time (`loading`)."""
+        """Meanwhile, no engine computes. Only one thread may ask for it at a time (`load_lock`)."""
         with self._changed:
             self._exclusive = True
             self._changed.wait_for(lambda: not self._shared)
@@ -250,5 +250,5 @@ weight_bytes, add_weights = _metal.weight_bytes, _metal.add_weights
 keep_wired, unwire_when_idle = _metal.keep_wired, _metal.unwire_when_idle
 
 lock = DeviceLock()
-loading = threading.Lock()
+load_lock = threading.Lock()
 """Held while a model is loaded and measured: what one allocates is not another one's."""

@@ -206,7 +206,7 @@ class EngineLoop:
 
     def load(self, load: Load) -> None:
         """Loads and measures the model."""
-        with device.loading:
+        with device.load_lock:
             module, self.cache = load()
             self.weight_bytes = tree_reduce(
                 lambda nbytes, array: nbytes + getattr(array, "nbytes", 0), module, 0
@@ -290,7 +290,7 @@ class EngineLoop:
     def arrive(self, request: Request) -> None:
         self.requests[request.number] = request
 
-    def admit(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
         """The request, whose ``match`` is known, waits for its turn from now on."""
         if not self.loaded or request.number not in self.requests:
             raise HostError(self._stop_reason)

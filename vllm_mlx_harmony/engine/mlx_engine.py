@@ -153,7 +153,7 @@ class MlxEngine:
             match = await self.cache.find(request.prompt, request.tenant)
             request.match = await self.cache.load(match)
             try:
-                await asyncio.wrap_future(self._thread.call(partial(loop.admit, request)))
+                await asyncio.wrap_future(self._thread.call(partial(loop.enqueue, request)))
             except Stopped:
                 raise HostError(loop.published.stop_reason) from None
             while not request.ended:

@@ -51,7 +51,7 @@ class Request:
     arrival_time: float = field(default_factory=time.perf_counter)
     event_loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     match: Match | None = None
-    """What is cached of the prompt: set on the event loop before the request is admitted, taken on
+    """What is cached of the prompt: set on the event loop before the request is enqueued, taken on
     the engine's thread when it begins. Nothing else refers to it, because it holds memory."""
 
     # On the engine's thread.

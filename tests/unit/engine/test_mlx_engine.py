@@ -472,7 +472,7 @@ def test_request_to_dying_thread_fails(tiny: Path, run: Run) -> None:
         await asyncio.to_thread(dying.wait, 60)
         task = asyncio.ensure_future(answer(engine, words(3, 50)))
         calls = engine.loop.thread._calls
-        await wait_until_async(lambda: calls.qsize() >= 2, "`arrive` and `admit`")
+        await wait_until_async(lambda: calls.qsize() >= 2, "`arrive` and `enqueue`")
         may_die.set()
         with pytest.raises(HostError) as error:
             await asyncio.wait_for(task, 60)

@@ -73,7 +73,7 @@ async def start_at_once(engine: MlxEngine, *coroutines: Any) -> list[asyncio.Tas
     await asyncio.to_thread(holding.wait, 60)
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     calls = engine.loop.thread._calls
-    await wait_until_async(lambda: calls.qsize() >= 2 * len(tasks), "`arrive` and `admit` of each")
+    await wait_until_async(lambda: calls.qsize() >= 2 * len(tasks), "`enqueue` of each")
     held.set()
     return tasks
 
