@@ -59,8 +59,8 @@ def inspected() -> list[Section]:
 _CACHES = "vllm-mlx's own route imports mlx_vlm on the event loop"
 
 ROUTES = tuple(
-    Route(Endpoint(path, (method,), answer, why, like=like), required=False)
-    for path, method, answer, why, like in (
+    Route(Endpoint(path, (method,), answer, why, dependencies_of=guard), required=False)
+    for path, method, answer, why, guard in (
         ("/health", "GET", health, "reports an engine whose thread has died", None),
         ("/harmony/status", "GET", status, "lists the requests", ("/v1/status", "GET")),
         ("/v1/cache/stats", "GET", caches, _CACHES, None),

@@ -79,7 +79,8 @@ def reject_non_ascii_key(connection: HTTPConnection) -> None:
 class Route:
     """An endpoint in front of vllm-mlx's route for the same path and methods.
 
-    It gets the `dependencies` (API key, rate limit) of that route, or of the one it is `like`.
+    It gets the `dependencies` (API key, rate limit) of that route. If there is none, it gets those
+    of the route in `Endpoint.dependencies_of`.
     """
 
     endpoint: Endpoint
@@ -98,7 +99,8 @@ class Route:
             original, guard = self._originals(locate(APP).router.routes)
         except (ImportError, AttributeError, TypeError) as error:
             return f"{APP} has no routes ({error})"
-        wanted = "{1} {0}".format(*like) if (like := self.endpoint.like) else self.label
+        guard_at = self.endpoint.dependencies_of
+        wanted = "{1} {0}".format(*guard_at) if guard_at else self.label
         return None if original or guard else f"{APP} has no route {wanted}"
 
     def apply(self) -> Undo:
@@ -112,8 +114,10 @@ class Route:
     def _originals(self, present: list[BaseRoute]) -> tuple[APIRoute | None, APIRoute | None]:
         """The route for the same path, and the one whose dependencies apply."""
         original = _find(present, self.endpoint.path, set(self.endpoint.methods))
-        like = self.endpoint.like
-        return original, original or (_find(present, like[0], {like[1]}) if like else None)
+        if original is not None or self.endpoint.dependencies_of is None:
+            return original, original
+        path, method = self.endpoint.dependencies_of
+        return None, _find(present, path, {method})
 
 
 def _find(present: list[BaseRoute], path: str, methods: set[str]) -> APIRoute | None:

@@ -110,7 +110,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("POST",),
         control,
         "ends reasoning",
-        like=("/v1/chat/completions", "POST"),
+        dependencies_of=("/v1/chat/completions", "POST"),
     ),
     *messages.ENDPOINTS,
     *responses.ENDPOINTS,
@@ -132,8 +132,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("HEAD",),
         _root,
         "Claude Code checks whether the server is up",
-        like=("/health", "GET"),
-        open=True,
+        dependencies_of=("/health", "GET"),
+        public=True,
     ),
 )
 

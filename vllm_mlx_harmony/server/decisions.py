@@ -157,7 +157,7 @@ def _turn(
     )
 
 
-_endpoint = partial(OpenAIEndpoint, like=("/v1/chat/completions", "POST"))
+_endpoint = partial(OpenAIEndpoint, dependencies_of=("/v1/chat/completions", "POST"))
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     _endpoint("/v1/decisions", ("POST",), create_decision, "OpenAI's decisions"),

@@ -41,14 +41,14 @@ class Endpoint:
     In vllm-mlx, these are the dependencies of the host's own route at this path, if it has one."""
     why: str = ""
     """A short reason, for the log and ``doctor``."""
-    like: tuple[str, str] | None = None
+    dependencies_of: tuple[str, str] | None = None
     """Path and method of the host's route whose dependencies apply if it has none at ``path``."""
     error: ErrorResponse | None = None
     """Turns every exception into a response, those of the checks and 405 for other methods
     included. Without it, the host handles them."""
-    before: Callable[[Request], Awaitable[None]] | None = None
+    before_checks: Callable[[Request], Awaitable[None]] | None = None
     """Called before the checks, if there is an ``error``."""
-    open: bool = False
+    public: bool = False
     """Whether no key is required."""
 
     def with_errors(self, guarded: Handler) -> Handler:
@@ -56,14 +56,14 @@ class Endpoint:
 
         Exception handlers of the application would also catch errors of the host's other routes.
         """
-        error, before = self.error, self.before
+        error, before_checks = self.error, self.before_checks
         if error is None:
             return guarded
 
         async def handle(request: Request) -> Response:
             try:
-                if before is not None:
-                    await before(request)
+                if before_checks is not None:
+                    await before_checks(request)
                 return await guarded(request)
             except Exception as raised:  # noqa: BLE001 - every error gets the API's format
                 return error(raised)
@@ -98,7 +98,7 @@ def guarded_route(endpoint: Endpoint, host: Host) -> EndpointRoute:
     """The route of ``endpoint`` behind the host's checks of API key and rate limit."""
 
     async def handle(request: Request) -> Response:
-        if not endpoint.open:
+        if not endpoint.public:
             await host.authenticate(request)
             await host.check_rate_limit(request)
         response: Response = await endpoint.handler(request, **request.path_params)

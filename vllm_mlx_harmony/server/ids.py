@@ -241,6 +241,6 @@ ENDPOINTS = (
         ("GET", "POST"),
         generate_from_ids,
         "token ids for a gateway in front of this server",
-        like=("/v1/chat/completions", "POST"),
+        dependencies_of=("/v1/chat/completions", "POST"),
     ),
 )

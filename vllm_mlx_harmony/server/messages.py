@@ -86,7 +86,7 @@ async def bearer(request: Request) -> None:
     request.scope["headers"] = [*other_headers, (BEARER, b"Bearer " + headers[API_KEY])]
 
 
-_endpoint = partial(Endpoint, error=error, before=bearer)
+_endpoint = partial(Endpoint, error=error, before_checks=bearer)
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     _endpoint("/v1/messages", ("POST",), create_message, "content blocks from token ids"),

@@ -101,7 +101,7 @@ async def retrieve_of_lm_studio(request: Request, model_id: str) -> Response:
     return JSONResponse(_of_lm_studio(await entry(front_end_of(request), model_id)))
 
 
-_LIKE = ("/v1/models", "GET")
+_MODELS_ROUTE = ("/v1/models", "GET")
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     OpenAIEndpoint("/v1/models", ("GET",), list_models, "lists the model's aliases, too"),
@@ -110,20 +110,20 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("GET",),
         retrieve_model,
         "returns one model of the list",
-        like=_LIKE,
+        dependencies_of=_MODELS_ROUTE,
     ),
     OpenAIEndpoint(
         "/api/v0/models",
         ("GET",),
         list_of_lm_studio,
         "LM Studio's list of models",
-        like=_LIKE,
+        dependencies_of=_MODELS_ROUTE,
     ),
     OpenAIEndpoint(
         "/api/v0/models/{model_id:path}",
         ("GET",),
         retrieve_of_lm_studio,
         "returns one model of LM Studio's list",
-        like=_LIKE,
+        dependencies_of=_MODELS_ROUTE,
     ),
 )

@@ -115,8 +115,8 @@ error = partial(error_response, ollama.error_body)
 _CHAT, _MODELS = ("/v1/chat/completions", "POST"), ("/v1/models", "GET")
 
 ENDPOINTS: tuple[Endpoint, ...] = tuple(
-    Endpoint(f"/api/{name}", (method,), handler, why, like=like, error=error)
-    for name, method, handler, why, like in (
+    Endpoint(f"/api/{name}", (method,), handler, why, dependencies_of=guard, error=error)
+    for name, method, handler, why, guard in (
         ("chat", "POST", create_chat, "Ollama's chat", _CHAT),
         ("generate", "POST", create_text, "Ollama's answer to one prompt", _CHAT),
         ("tags", "GET", list_models, "Ollama's list of models", _MODELS),

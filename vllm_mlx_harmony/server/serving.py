@@ -115,7 +115,7 @@ class TurnApi(Api[ApiRequestT]):
     """Whether streams begin with the usage of the prompt."""
     comments_progress: bool = False
     """Whether comments in a stream report the progress of the prompt, until the first token."""
-    logprobs: str = "logprobs"
+    logprobs_field: str = "logprobs"
     """The field that requests log probabilities."""
     citation_text: Callable[[Citation], str] = link
     """The text of a citation in an answer."""
@@ -319,7 +319,7 @@ async def prepare(leased_request: LeasedTurnRequest) -> Job:
     turn_request = await read_turn_request(leased_request)
     api_request, turn = turn_request.api_request, turn_request.turn
     settings = await _settings(turn_request)
-    check_logprobs(lease, settings, api.logprobs)
+    check_logprobs(lease, settings, api.logprobs_field)
     name = front_end.names.echoed_name(api_request.model)
     info = ResponseInfo(leased_request.id_seed, int(time.time()), name)
     replay = _reusable_turns(leased_request)

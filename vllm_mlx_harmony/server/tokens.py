@@ -142,20 +142,20 @@ ENDPOINTS = (
         ("POST",),
         tokenize,
         "token ids of a text or a conversation",
-        like=("/v1/chat/completions", "POST"),
+        dependencies_of=("/v1/chat/completions", "POST"),
     ),
     OpenAIEndpoint(
         "/detokenize",
         ("POST",),
         detokenize,
         "the text of token ids",
-        like=("/v1/chat/completions", "POST"),
+        dependencies_of=("/v1/chat/completions", "POST"),
     ),
     OpenAIEndpoint(
         "/props",
         ("GET",),
         properties,
         "the context length where clients of llama.cpp read it",
-        like=("/v1/models", "GET"),
+        dependencies_of=("/v1/models", "GET"),
     ),
 )

@@ -159,9 +159,9 @@ def patch(target: str, replacement: patching.Replacement | str, *parameters: str
 
 
 def route(
-    path: str, method: str, answer: Callable[..., Any], like: tuple[str, str] | None = None
+    path: str, method: str, answer: Callable[..., Any], guard: tuple[str, str] | None = None
 ) -> Route:
-    return Route(Endpoint(path, (method,), answer, "a test", like=like))
+    return Route(Endpoint(path, (method,), answer, "a test", dependencies_of=guard))
 
 
 @pytest.fixture

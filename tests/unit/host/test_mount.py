@@ -83,7 +83,7 @@ NEW = "/v1/models/{model_id:path}"
     "route",
     [
         Route(Endpoint(CHAT, ("POST",), answer)),
-        Route(Endpoint("/v1/new", ("POST",), answer, like=(CHAT, "POST"))),
+        Route(Endpoint("/v1/new", ("POST",), answer, dependencies_of=(CHAT, "POST"))),
     ],
     ids=["in front", "new"],
 )
@@ -102,7 +102,7 @@ def test_our_route_answers_and_others_do_not_change(mount_routes: Callable[..., 
     APP.openapi_schema = None
     mount_routes(
         Route(Endpoint(CHAT, ("POST",), answer)),
-        Route(Endpoint(NEW, ("GET",), retrieve, like=("/v1/models", "GET"))),
+        Route(Endpoint(NEW, ("GET",), retrieve, dependencies_of=("/v1/models", "GET"))),
     )
     assert post(CHAT, a="é").json() == {"ours": '{"a":"é"}'}
     assert client().get("/v1/models/org/name").json() == "org/name"
@@ -164,7 +164,7 @@ def test_forwarded_request_counts_once_against_the_rate_limit(
 
 
 def test_new_path_has_no_original_endpoint(mount_routes: Callable[..., None]) -> None:
-    mount_routes(Route(Endpoint("/v1/new", ("POST",), forward, like=(CHAT, "POST"))))
+    mount_routes(Route(Endpoint("/v1/new", ("POST",), forward, dependencies_of=(CHAT, "POST"))))
     with pytest.raises(LookupError, match="/v1/new"):
         post("/v1/new")
 

@@ -184,7 +184,9 @@ _ALL = "/v1/conversations"
 _ONE = f"{_ALL}/{{conversation_id}}"
 _ITEM = f"{_ONE}/items/{{item_id}}"
 
-_endpoint = partial(OpenAIEndpoint, why="stored conversations", like=("/v1/responses", "POST"))
+_endpoint = partial(
+    OpenAIEndpoint, why="stored conversations", dependencies_of=("/v1/responses", "POST")
+)
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     _endpoint(_ALL, ("POST",), create_conversation),

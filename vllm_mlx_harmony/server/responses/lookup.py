@@ -87,7 +87,7 @@ RESPONSES: TurnApi[ResponsesRequest] = TurnApi(
         replace(parsed, stream=parsed.stream or parsed.background), info, context, caller.tenant
     ),
     comments_progress=True,
-    logprobs="include",
+    logprobs_field="include",
 )
 
 

@@ -57,7 +57,7 @@ COMPACT: TurnApi[ResponsesRequest] = TurnApi(
     blocks=True,
     servers=responses.client_servers,
     emitter=_CompactionEmitter,
-    logprobs="include",
+    logprobs_field="include",
 )
 
 
@@ -149,7 +149,7 @@ CREATE = ("/v1/responses", "POST")
 _ONE = "/v1/responses/{response_id}"
 
 
-_endpoint = partial(OpenAIEndpoint, like=CREATE)
+_endpoint = partial(OpenAIEndpoint, dependencies_of=CREATE)
 
 
 _HOST_HAS_NONE = "the host has no such endpoint"
