@@ -17,7 +17,7 @@ from waiting import wait_for_port
 
 from vllm_mlx_harmony.core.deltas import ToolFinished
 from vllm_mlx_harmony.core.turn import ServerCall
-from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.settings import ServerSettings, ToolsMode
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -31,7 +31,7 @@ def stdio(kind: str, **more: Any) -> dict[str, Any]:
 
 def toolbox(servers: dict[str, dict[str, Any]], **limits: Any) -> Toolbox:
     config = ToolsConfig.model_validate({"servers": servers, "default_timeout": 600, **limits})
-    return Toolbox.of(config, ServerSettings(tools=Use.ON))
+    return Toolbox.of(config, ServerSettings(tools=ToolsMode.ON))
 
 
 def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60.0) -> Any:

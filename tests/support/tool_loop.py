@@ -9,7 +9,7 @@ from local_tool_servers import LocalServer, browser, interpreter, weather
 from official_clients import clients
 from scripted_host import MODEL, ScriptedEngine, SingleEngineHost
 
-from vllm_mlx_harmony.server.settings import Use
+from vllm_mlx_harmony.server.settings import ToolsMode
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -67,7 +67,7 @@ TOOLS: list[dict[str, Any]] = [
 
 def host_with_tools(
     *servers: LocalServer,
-    use: Use = Use.ON,
+    use: ToolsMode = ToolsMode.ON,
     at_once: int = 3,
     scripts: dict[str, str] | None = None,
     **limits: Any,

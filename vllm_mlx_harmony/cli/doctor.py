@@ -186,12 +186,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tools(path: str) -> Group:
     """Starts each tool server of the file, asks for its tools, and stops it again."""
-    from vllm_mlx_harmony.server.settings import ServerSettings, Use
+    from vllm_mlx_harmony.server.settings import ServerSettings, ToolsMode
     from vllm_mlx_harmony.server.tools import config
     from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
     try:
-        toolbox = Toolbox.of(config.read(path), ServerSettings(tools=Use.ON))
+        toolbox = Toolbox.of(config.read(path), ServerSettings(tools=ToolsMode.ON))
     except HostError as error:
         return _one("tools", False, error.message, f"see {path}")
 

@@ -46,7 +46,7 @@ from vllm_mlx_harmony.server.host import (
 )
 from vllm_mlx_harmony.server.installation import open_sharing
 from vllm_mlx_harmony.server.peers.connection import connect
-from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.settings import ServerSettings, ToolsMode
 from vllm_mlx_harmony.server.tools import config as tools
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -126,7 +126,7 @@ class Gateway:
 
     def sampling(self, flags: Sampling) -> Sampling:
         """The sampling settings of requests that do not set them."""
-        return defaults.sampling(flags, {})
+        return defaults.read_sampling(flags, {})
 
     def states(self) -> list[dict[str, Any]]:
         """The engines, for ``/ready``."""
@@ -302,7 +302,7 @@ def _toolbox(path: str | None, settings: ServerSettings) -> Toolbox | None:
     """The server-side tools. Raises ``HostError`` for a configuration that is invalid or would
     have no effect.
     """
-    if settings.tools is Use.OFF:
+    if settings.tools is ToolsMode.OFF:
         if path is not None:
             raise HostError(f"--mcp-config has no effect without {tools.TOOLS_VARIABLE}=on")
         if not settings.web_search:

@@ -134,7 +134,7 @@ class LocalGateway(Gateway):
     def sampling(self, flags: Sampling) -> Sampling:
         """From the flags, or else from the model's ``generation_config.json``."""
         own = configuration(str(self.settings.local_model), GENERATION)
-        return defaults.sampling(flags, own)
+        return defaults.read_sampling(flags, own)
 
     def states(self) -> list[dict[str, Any]]:
         up = self.model.healthy

@@ -132,7 +132,7 @@ def _reject_unusable_options(args: argparse.Namespace, settings: ServerSettings)
     tool servers."""
     _check_flags(args)
     from vllm_mlx_harmony.server import defaults
-    from vllm_mlx_harmony.server.settings import Use
+    from vllm_mlx_harmony.server.settings import ToolsMode
     from vllm_mlx_harmony.server.tools import browser, config
     from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 
@@ -144,7 +144,7 @@ def _reject_unusable_options(args: argparse.Namespace, settings: ServerSettings)
     if settings.web_search:
         browser.of(settings)
     path = getattr(args, "mcp_config", None)
-    if settings.tools is Use.OFF or (settings.web_search and not path):
+    if settings.tools is ToolsMode.OFF or (settings.web_search and not path):
         return
     if not path:
         raise HostError(f"{config.TOOLS_VARIABLE}={settings.tools.value} requires --mcp-config")

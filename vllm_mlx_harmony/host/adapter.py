@@ -131,7 +131,7 @@ class VllmMlx:
             )
             read = defaults.read(vllm._default_chat_template_kwargs or {}, self.server_settings)
             own = {} if model is None else configuration(model, GENERATION)
-            self._defaults[model] = replace(read, sampling=defaults.sampling(flags, own))
+            self._defaults[model] = replace(read, sampling=defaults.read_sampling(flags, own))
         return self._defaults[model]
 
     def max_tokens(self, requested: int | None) -> int:

@@ -20,7 +20,7 @@ from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.host.mount import installed_front_end
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.host.startup_banner import WIDTH
-from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.settings import ServerSettings, ToolsMode
 from vllm_mlx_harmony.server.tools import config
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -37,7 +37,7 @@ def init_mcp(original: Init) -> Init:
     async def init(config_path: str) -> None:
         global running
         settings = installed_front_end().settings
-        if settings.tools is Use.OFF:
+        if settings.tools is ToolsMode.OFF:
             await original(config_path)
             return
         toolbox = Toolbox.of(config.read(config_path), settings)
@@ -56,7 +56,7 @@ def start_browser(settings: ServerSettings, config_path: str | None) -> list[str
     Raises ``HostError`` if it cannot be made.
     """
     global running
-    if not settings.web_search or (config_path and settings.tools is not Use.OFF):
+    if not settings.web_search or (config_path and settings.tools is not ToolsMode.OFF):
         return []
     running = Toolbox.of(config.ToolsConfig(), settings)
     return running.lines

@@ -22,7 +22,7 @@ OPTIONS = ("reasoning_effort", "enable_thinking", "model_identity", "builtin_too
 """Options read from ``--default-chat-template-kwargs``. Others have no effect."""
 
 
-def sampling(flags: Sampling, model: Mapping[str, object]) -> Sampling:
+def read_sampling(flags: Sampling, model: Mapping[str, object]) -> Sampling:
     """The sampling settings of requests that do not set them.
 
     A flag of the server (``--default-temperature`` and the like) comes first, then the model's

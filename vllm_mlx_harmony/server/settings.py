@@ -32,7 +32,7 @@ REDIS = ("redis://", "rediss://", "unix://")
 """The beginnings of a Redis's URL."""
 
 
-class Use(StrEnum):
+class ToolsMode(StrEnum):
     """The requests for which the server runs tools."""
 
     OFF = "off"
@@ -238,7 +238,7 @@ class ServerSettings:
 
     # --- Tools
 
-    tools: Annotated[Use, _choice(Use)] = Use.OFF
+    tools: Annotated[ToolsMode, _choice(ToolsMode)] = ToolsMode.OFF
     """Whether the tools of ``--mcp-config`` are run."""
     tool_urls: Annotated[tuple[str, ...], _words] = ()
     """Patterns of the URLs of tool servers that requests may name."""

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.sampling import limited_to_context
-from vllm_mlx_harmony.server.settings import Enforcement, Use
+from vllm_mlx_harmony.server.settings import Enforcement, ToolsMode
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -149,7 +149,7 @@ class TurnTools:
 
 def with_tools(defaults: Defaults, toolbox: Toolbox, servers: Sequence[ToolServer]) -> Defaults:
     """``defaults`` with the tools of the server, and of the ``servers`` that a request names."""
-    for_all = toolbox.use is Use.ALL
+    for_all = toolbox.use is ToolsMode.ALL
     namespaces = (*toolbox.namespaces, *toolbox.request_namespaces(servers))
     return replace(defaults, namespaces=namespaces, tools_for_all=for_all)
 

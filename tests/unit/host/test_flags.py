@@ -21,7 +21,7 @@ from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.mlx_engine import Options
 from vllm_mlx_harmony.engine.scheduler import BatchLimits
 from vllm_mlx_harmony.host import activation, flags, startup_banner, tools
-from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.settings import ServerSettings, ToolsMode
 from vllm_mlx_harmony.server.tools import browser
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -279,14 +279,14 @@ def test_startup_log_has_web_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools, "running", None)
     settings = ServerSettings(web_search="ddgs")
     activation._reject_unusable_options(parse(), settings)
-    activation._reject_unusable_options(parse(), replace(settings, tools=Use.ALL))
+    activation._reject_unusable_options(parse(), replace(settings, tools=ToolsMode.ALL))
     lines = tools.start_browser(settings, None)
-    assert tools.running is not None and tools.running.use is Use.ON
+    assert tools.running is not None and tools.running.use is ToolsMode.ON
     startup_banner.set_flags(argparse.Namespace(), (), lines)
     assert [value for name, value in startup_banner._common() if name == "tools"] == [
         "browser: search, open, find",
         "the web is searched with ddgs, and pages are opened from here",
     ]
     assert tools.start_browser(settings, "mcp.json") == lines
-    assert tools.start_browser(replace(settings, tools=Use.ON), "mcp.json") == []
+    assert tools.start_browser(replace(settings, tools=ToolsMode.ON), "mcp.json") == []
     assert tools.start_browser(ServerSettings(), None) == []

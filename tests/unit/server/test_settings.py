@@ -11,7 +11,7 @@ import pytest
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.turn import Effort, ReasoningField
-from vllm_mlx_harmony.server.settings import ServerSettings, Use, variable
+from vllm_mlx_harmony.server.settings import ServerSettings, ToolsMode, variable
 from vllm_mlx_harmony.sizes import format_size
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
@@ -47,7 +47,7 @@ READ: list[tuple[str, str, object]] = [
     ("reasoning_budget", "OFF", "off"),
     ("repetitions", "0", 0),
     ("speculate", "Forced", "forced"),
-    ("tools", "all", Use.ALL),
+    ("tools", "all", ToolsMode.ALL),
     ("inspect", "1", True),
     ("status_line", "0", False),
     ("store", "~/responses.db", "~/responses.db"),

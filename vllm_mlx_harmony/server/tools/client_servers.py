@@ -22,7 +22,7 @@ from vllm_mlx_harmony.core.errors import HostError, RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.protocols.client_servers import MAX_SERVERS, ClientServer
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, invalid
-from vllm_mlx_harmony.server.settings import ServerSettings, Use, variable
+from vllm_mlx_harmony.server.settings import ServerSettings, ToolsMode, variable
 from vllm_mlx_harmony.server.tools import config
 from vllm_mlx_harmony.server.tools.config import ServerConfig
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
@@ -66,7 +66,7 @@ class ClientServers:
         texts = settings.tool_urls
         if not texts:
             return cls((), timeout)
-        if settings.tools is Use.OFF:
+        if settings.tools is ToolsMode.OFF:
             raise HostError(
                 f"{TOOL_URLS_VARIABLE} has no effect without {config.TOOLS_VARIABLE}=on"
             )

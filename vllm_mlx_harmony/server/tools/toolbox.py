@@ -28,7 +28,7 @@ from vllm_mlx_harmony.core.pages import Page
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import BROWSER, PYTHON, Namespace, ServerCall, Tool, Turn, WebLimits
 from vllm_mlx_harmony.protocols.validation import repair
-from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.settings import ServerSettings, ToolsMode
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
@@ -72,7 +72,7 @@ class Toolbox:
         self,
         servers: Sequence[ToolServer],
         config: ToolsConfig | None = None,
-        use: Use = Use.ON,
+        use: ToolsMode = ToolsMode.ON,
         clients: ClientServers | None = None,
         notes: Sequence[str] = (),
     ) -> None:
@@ -113,8 +113,8 @@ class Toolbox:
 
             web = [made := browser.of(settings)]
             notes = [f"the web is searched with {made.engine.name}, and pages are opened from here"]
-        if settings.tools is Use.OFF:
-            return cls(web, config, Use.ON, clients, notes)
+        if settings.tools is ToolsMode.OFF:
+            return cls(web, config, ToolsMode.ON, clients, notes)
         servers: list[ToolServer] = [
             McpServer(label, server, config.default_timeout)
             for label, server in config.servers.items()

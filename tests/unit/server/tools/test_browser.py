@@ -23,7 +23,7 @@ from loops import run
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.pages import read_page
 from vllm_mlx_harmony.core.turn import WebLimits
-from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.settings import ServerSettings, ToolsMode
 from vllm_mlx_harmony.server.tools import browser as package
 from vllm_mlx_harmony.server.tools import guarded_http
 from vllm_mlx_harmony.server.tools.browser import browser, engines, fetching
@@ -696,12 +696,12 @@ def test_web_search_adds_browser_to_toolbox() -> None:
     server = ServerConfig(transport="streamable-http", url="http://127.0.0.1:9/mcp")
     config = ToolsConfig(servers={"weather": server})
     toolbox = Toolbox.of(config, settings)
-    assert (toolbox.labels, toolbox.use) == (["browser"], Use.ON)
+    assert (toolbox.labels, toolbox.use) == (["browser"], ToolsMode.ON)
     assert toolbox.lines == [
         "browser: search, open, find",
         "the web is searched with searxng at http://127.0.0.1:9, and pages are opened from here",
     ]
-    toolbox = Toolbox.of(config, replace(settings, tools=Use.ALL))
-    assert (toolbox.labels, toolbox.use) == (["browser", "weather"], Use.ALL)
+    toolbox = Toolbox.of(config, replace(settings, tools=ToolsMode.ALL))
+    assert (toolbox.labels, toolbox.use) == (["browser", "weather"], ToolsMode.ALL)
     with pytest.raises(HostError, match="are both named 'browser'"):
-        Toolbox.of(ToolsConfig(servers={"browser": server}), replace(settings, tools=Use.ON))
+        Toolbox.of(ToolsConfig(servers={"browser": server}), replace(settings, tools=ToolsMode.ON))

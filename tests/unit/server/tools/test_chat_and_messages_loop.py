@@ -32,7 +32,7 @@ from tool_loop import (
     messages,
 )
 
-from vllm_mlx_harmony.server.settings import Use
+from vllm_mlx_harmony.server.settings import ToolsMode
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -75,7 +75,7 @@ RAN = [
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_chat_runs_tools(stream: bool) -> None:
-    host = host_with_tools(use=Use.ALL)
+    host = host_with_tools(use=ToolsMode.ALL)
     choice, ran = run(chat(host, stream))
     assert [(c["name"], c["arguments"], c["output"], c["error"]) for c in ran] == RAN
     assert (choice.finish_reason, choice.message.content) == ("stop", "It is warm.")
@@ -101,7 +101,7 @@ def test_reasoning_ended_after_tool_result_is_counted(stream: bool) -> None:
     thoughts = "<|channel|>analysis<|message|>One, two, three, four, five, six, seven.<|end|>"
     scripts = {**SCRIPTS, "Rome: 20 °C": f"{thoughts}{OPENING}{ObedientEngine.ANSWER}"}
     host = Counting(ObedientEngine(scripts, 1, context_length=100_000))
-    host.toolbox = Toolbox((weather(), interpreter(), browser()), ToolsConfig(), Use.ALL)
+    host.toolbox = Toolbox((weather(), interpreter(), browser()), ToolsConfig(), ToolsMode.ALL)
     budget = {"thinking_token_budget": 6}
     choice, ran = run(chat(host, stream, extra_body=budget))
     assert [tool_call["name"] for tool_call in ran] == ["weather.now"]
@@ -111,7 +111,7 @@ def test_reasoning_ended_after_tool_result_is_counted(stream: bool) -> None:
 
 def test_chat_returns_call_of_client_tool() -> None:
     host = host_with_tools(
-        use=Use.ALL, scripts={"Rome: 20 °C": CALLED.format("functions.mine", "{}")}
+        use=ToolsMode.ALL, scripts={"Rome: 20 °C": CALLED.format("functions.mine", "{}")}
     )
     mine = {"type": "function", "function": {"name": "mine"}}
     choice, ran = run(chat(host, False, tools=[mine]))
@@ -128,19 +128,19 @@ def test_chat_returns_call_of_client_tool() -> None:
 
 @pytest.mark.parametrize(
     ("use", "request_"),
-    [(Use.ON, {}), (Use.ALL, {"tool_choice": "none"})],
+    [(ToolsMode.ON, {}), (ToolsMode.ALL, {"tool_choice": "none"})],
 )
-def test_chat_prompt_has_no_disabled_tools(use: Use, request_: dict[str, Any]) -> None:
+def test_chat_prompt_has_no_disabled_tools(use: ToolsMode, request_: dict[str, Any]) -> None:
     host = host_with_tools(use=use)
     run(chat(host, False, messages=[AGAIN], **request_))
     (prompt,) = host.engine.prompts  # type: ignore[attr-defined]
-    bare = host_with_tools(use=Use.ON)
+    bare = host_with_tools(use=ToolsMode.ON)
     run(chat(bare, False, messages=[AGAIN]))
     assert bare.engine.prompts == [prompt]  # type: ignore[attr-defined]
 
 
 def test_client_tool_takes_precedence() -> None:
-    host = host_with_tools(use=Use.ALL)
+    host = host_with_tools(use=ToolsMode.ALL)
     mine = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
     choice, _ = run(chat(host, False, messages=[AGAIN], tools=[mine]))
     assert choice.message.content == "It is warm."
@@ -148,7 +148,7 @@ def test_client_tool_takes_precedence() -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_messages_run_tools(stream: bool) -> None:
-    host = host_with_tools(use=Use.ALL)
+    host = host_with_tools(use=ToolsMode.ALL)
     message = run(messages(host, stream))
     assert [block.type for block in message.content] == [
         *("thinking", "mcp_tool_use", "mcp_tool_result") * 3,
@@ -180,14 +180,14 @@ def test_messages_run_tools(stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_messages_report_failed_tool(stream: bool) -> None:
     user = [{"role": "user", "content": "Ask something that dies."}]
-    message = run(messages(host_with_tools(use=Use.ALL), stream, messages=user))
+    message = run(messages(host_with_tools(use=ToolsMode.ALL), stream, messages=user))
     _, result, answer, *_ = message.content
     assert (result.is_error, result.content[0].text) == (True, "Error: the server has died")
     assert answer.type in ("thinking", "text")
 
 
 def test_fifty_requests_run_concurrently() -> None:
-    host = host_with_tools(use=Use.ALL, max_concurrent_calls=2)
+    host = host_with_tools(use=ToolsMode.ALL, max_concurrent_calls=2)
 
     async def many() -> Any:
         return await asyncio.gather(*(chat(host, at % 2 == 0) for at in range(50)))

@@ -36,7 +36,7 @@ from tool_loop import CALLED, LAST, client, create, outline
 from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.settings import ServerSettings, ToolsMode
 from vllm_mlx_harmony.server.tools import client_servers, guarded_http
 from vllm_mlx_harmony.server.tools.client_servers import TOOL_URLS_VARIABLE, ClientServers
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig
@@ -66,7 +66,7 @@ def host_with_urls(
         ScriptedEngine({**SCRIPTS, **(scripts or {})}, 3, context_length=100_000)
     )
     client_tools = ClientServers([UrlPattern.read(pattern) for pattern in patterns], 600.0)
-    host.toolbox = Toolbox((weather(),), ToolsConfig(**limits), Use.ON, client_tools)
+    host.toolbox = Toolbox((weather(),), ToolsConfig(**limits), ToolsMode.ON, client_tools)
     return host
 
 
@@ -537,14 +537,16 @@ def test_invalid_patterns_are_rejected(text: str) -> None:
         UrlPattern.read(text)
     if text:
         with pytest.raises(HostError):
-            ClientServers.of(ServerSettings(tools=Use.ON, tool_urls=("https://a.example", text)))
+            ClientServers.of(
+                ServerSettings(tools=ToolsMode.ON, tool_urls=("https://a.example", text))
+            )
 
 
 def test_patterns_without_tools_are_rejected() -> None:
-    settings = ServerSettings(tools=Use.ON, tool_urls=("https://a.example",))
+    settings = ServerSettings(tools=ToolsMode.ON, tool_urls=("https://a.example",))
     assert ClientServers.of(settings).allowed
     with pytest.raises(HostError, match="VLLM_MLX_HARMONY_TOOLS=on"):
-        ClientServers.of(replace(settings, tools=Use.OFF))
+        ClientServers.of(replace(settings, tools=ToolsMode.OFF))
 
 
 ADDRESSES = {

@@ -28,7 +28,7 @@ from tool_loop import (
 )
 
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.settings import Use
+from vllm_mlx_harmony.server.settings import ToolsMode
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
 
@@ -51,7 +51,7 @@ def prompts(host: SingleEngineHost) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("dropped", [(), ("thinking",)], ids=["all", "without thinking"])
 def test_paused_turn_is_resumed(stream: bool, dropped: tuple[str, ...]) -> None:
-    host = host_with_tools(use=Use.ALL, max_tool_calls=1)
+    host = host_with_tools(use=ToolsMode.ALL, max_tool_calls=1)
     first = run(messages(host, stream))
     assert first.stop_reason == "pause_turn"
     call = ["thinking", "mcp_tool_use"]
@@ -76,7 +76,7 @@ def test_paused_turn_is_resumed(stream: bool, dropped: tuple[str, ...]) -> None:
 
 def test_abandoned_turn_runs_nothing() -> None:
     """Its pending call gets a result that says so, and is not run."""
-    host = host_with_tools(use=Use.ALL, max_tool_calls=1)
+    host = host_with_tools(use=ToolsMode.ALL, max_tool_calls=1)
     first = run(messages(host, False))
     again = run(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
     assert kinds(again) == ["thinking", "text"]
@@ -92,7 +92,7 @@ def test_abandoned_turn_runs_nothing() -> None:
 
 
 def test_turn_ending_with_result_is_continued() -> None:
-    host = host_with_tools(use=Use.ALL, max_tool_calls=1)
+    host = host_with_tools(use=ToolsMode.ALL, max_tool_calls=1)
     first = run(messages(host, False))
     history = [
         *USER,
@@ -105,8 +105,8 @@ def test_turn_ending_with_result_is_continued() -> None:
 
 def test_history_of_other_server_is_rendered() -> None:
     """Nothing of it was generated here: its calls and results are rendered."""
-    first = run(messages(host_with_tools(use=Use.ALL), False))
-    host = host_with_tools(use=Use.ALL)
+    first = run(messages(host_with_tools(use=ToolsMode.ALL), False))
+    host = host_with_tools(use=ToolsMode.ALL)
     run(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
     (prompt,) = prompts(host)
     analysis = "<|start|>assistant<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
@@ -154,7 +154,7 @@ NAMED: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 @pytest.mark.parametrize(("request_", "tools"), NAMED.values(), ids=NAMED)
 def test_request_selects_servers_and_tools(request_: dict[str, Any], tools: set[str]) -> None:
-    host = host_with_tools(use=Use.ON)
+    host = host_with_tools(use=ToolsMode.ON)
     run(messages(host, False, messages=[AGAIN], **request_))
     text = text_of(prompts(host)[0])
     shown = {name for name in ("now", "fails", "dies", "sleep") if f"type {name} = (" in text}
@@ -163,7 +163,7 @@ def test_request_selects_servers_and_tools(request_: dict[str, Any], tools: set[
 
 
 def test_call_of_named_server_is_run() -> None:
-    host = host_with_tools(use=Use.ON, scripts={"Rome: 20 °C": LAST})
+    host = host_with_tools(use=ToolsMode.ON, scripts={"Rome: 20 °C": LAST})
     message = run(messages(host, True, mcp_servers=[WEATHER]))
     assert kinds(message) == ["thinking", "mcp_tool_use", "mcp_tool_result", "thinking", "text"]
     assert message.content[1].server_name == "weather"
@@ -185,7 +185,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("request_", "where"), REFUSED)
 def test_unknown_server_is_rejected(request_: dict[str, Any], where: str) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
-        run(messages(host_with_tools(use=Use.ON), False, messages=[AGAIN], **request_))
+        run(messages(host_with_tools(use=ToolsMode.ON), False, messages=[AGAIN], **request_))
     assert where in str(caught.value)
 
 
@@ -195,7 +195,7 @@ def test_server_call_can_be_required(
 ) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
     host = host_with_tools(
-        use=Use.ON,
+        use=ToolsMode.ON,
         scripts={
             "Rome: 20 °C": LAST,
             "Say hello.": CALLED.format("weather.now", '{"city": "Rome"}'),

@@ -25,7 +25,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ToolFinished
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Tool
-from vllm_mlx_harmony.server.settings import Use
+from vllm_mlx_harmony.server.settings import ToolsMode
 from vllm_mlx_harmony.server.tools import mcp_server
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, read
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, malformed_tools
@@ -142,7 +142,7 @@ class SlowServer:
 
 def test_time_in_the_queue_does_not_count_as_silence() -> None:
     server = SlowServer()
-    box = Toolbox([server], ToolsConfig(max_concurrent_calls=1), Use.ON)
+    box = Toolbox([server], ToolsConfig(max_concurrent_calls=1), ToolsMode.ON)
 
     async def calls() -> list[str]:
         several = (call_tool(box, "slow.wait", "{}") for _ in range(2))
@@ -155,7 +155,7 @@ def test_time_in_the_queue_does_not_count_as_silence() -> None:
 def test_start_returns_while_a_silent_server_is_still_closed() -> None:
     config = ServerConfig(command=sys.executable, args=["-c", "import time; time.sleep(60)"])
     server = McpServer("silent", config, 600.0, start_timeout=0.2)
-    box = Toolbox([server], ToolsConfig(), Use.ON)
+    box = Toolbox([server], ToolsConfig(), ToolsMode.ON)
 
     async def problem() -> str:
         return server.problem
@@ -193,7 +193,7 @@ def test_only_a_steady_connection_resets_the_pause(
         await wait_until_async(lambda: len(logged()) >= 3, "the third pause")
 
     with caplog.at_level("WARNING", mcp_server.__name__):
-        within(Toolbox([server], ToolsConfig(), Use.ON), several_attempts)
+        within(Toolbox([server], ToolsConfig(), ToolsMode.ON), several_attempts)
     assert logged()[:3] == pauses
 
 
@@ -328,7 +328,7 @@ async def cut_in_two() -> ToolResult:
 
 
 def test_half_surrogate_of_local_server_is_replaced() -> None:
-    box = Toolbox([LocalServer("own", {"cut": (None, cut_in_two)})], ToolsConfig(), Use.ON)
+    box = Toolbox([LocalServer("own", {"cut": (None, cut_in_two)})], ToolsConfig(), ToolsMode.ON)
     assert within(box, lambda: call_tool(box, "own.cut", "{}")).text == "half \ufffd"
 
 

@@ -28,7 +28,7 @@ from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server import traces
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.settings import Use
+from vllm_mlx_harmony.server.settings import ToolsMode
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -84,7 +84,7 @@ def post_chat(
 ) -> Any:
     """The response of an application that has the inspector, too."""
     host = SingleEngineHost(engine)
-    host.toolbox = Toolbox((weather(),), ToolsConfig(), Use.ALL)
+    host.toolbox = Toolbox((weather(),), ToolsConfig(), ToolsMode.ALL)
     app = application(host)
     inspector.install(app, list)
     messages = [{"role": "user", "content": text}]

@@ -24,7 +24,7 @@ from scripted_host import MODEL, ScriptedEngine, SingleEngineHost
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.settings import Use
+from vllm_mlx_harmony.server.settings import ToolsMode
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -59,7 +59,7 @@ def site() -> Iterator[Site]:
 
 
 def serving(
-    site: Site | None, use: Use = Use.ON, at_once: int = 2, **limits: Any
+    site: Site | None, use: ToolsMode = ToolsMode.ON, at_once: int = 2, **limits: Any
 ) -> SingleEngineHost:
     host = SingleEngineHost(ScriptedEngine(dict(SCRIPTS), at_once, context_length=100_000))
     servers = [another_browser() if site is None else fake_web.browser(site)]
@@ -431,7 +431,7 @@ def test_blocked_domains_hold_beside_toolset(site: Site) -> None:
 
 def test_undeclared_tools_are_shown_as_mcp_server(site: Site) -> None:
     """A request that does not declare Anthropic's tools gets none of their blocks."""
-    answer, _ = run(message(serving(site, Use.ALL), tools=[]))
+    answer, _ = run(message(serving(site, ToolsMode.ALL), tools=[]))
     kinds = [block.type for block in answer.content[:2]]
     assert kinds == ["mcp_tool_use", "mcp_tool_result"]
     assert answer.content[-2].citations[0].url == f"{site.url}/rome"
@@ -466,7 +466,7 @@ async def complete(
 @pytest.mark.parametrize("on_request", [True, False], ids=["web_search_options", "tools for all"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_chat_has_links_and_annotations(site: Site, stream: bool, on_request: bool) -> None:
-    host = serving(site, Use.ON if on_request else Use.ALL)
+    host = serving(site, ToolsMode.ON if on_request else ToolsMode.ALL)
     options = {} if on_request else {"web_search_options": None}
     _, content, annotations = run(complete(host, stream, **options))
     url = f"{site.url}/rome"
@@ -502,7 +502,7 @@ def test_chat_rejects_unavailable_web_search() -> None:
 
 
 def test_ollama_answer_has_links(site: Site) -> None:
-    host = serving(site, Use.ALL)
+    host = serving(site, ToolsMode.ALL)
 
     async def chat() -> Any:
         return await ollama_client(host).chat(model=MODEL, messages=[USER])
