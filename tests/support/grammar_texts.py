@@ -64,6 +64,7 @@ LARK: dict[str, str] = {
     "5000 rules without text": rules(5_000, ""),
     "terminals, 9 levels of 8": terminals(9, 8),
     "terminals, 7 levels of 8": terminals(7, 8),
+    "terminals, 20 levels of 2": terminals(20, 2),
 }
 """The same for the syntax of a freeform tool or of an answer."""
 

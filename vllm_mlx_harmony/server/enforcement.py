@@ -111,7 +111,7 @@ async def compile_untrusted(text: str, tenant: str) -> Compiled:
 
     def compiling(check: GrammarCheck) -> Compiled:
         try:
-            return _compile(Grammar(text, untrusted=True), Turn((), tenant=tenant), check)
+            return _compile(Grammar(text, trials=((),)), Turn((), tenant=tenant), check)
         except NotCompiled as error:
             problem = f"the grammar cannot be enforced: {error.message}"
             raise RequestError(problem, param="grammar") from error
@@ -157,8 +157,8 @@ def _compile(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled:
     if (compiled := find_compiled(grammar, turn.tenant)) is not None:
         return compiled
     size = 0
-    if grammar.untrusted:
-        problem, size = check.verdict(grammar.text, turn.prefill or "")
+    if grammar.trials:
+        problem, size = check.verdict(grammar.text, grammar.trials)
         if problem:
             raise NotCompiled(problem)
     with check.writing():

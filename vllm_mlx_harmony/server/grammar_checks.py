@@ -25,13 +25,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
 from typing import Any, TypeAlias
 
-from vllm_mlx_harmony.core import lru
+from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.grammar import CheckUnavailable
 from vllm_mlx_harmony.core.grammar.matching import LIMITS
 from vllm_mlx_harmony.server import grammar_process
@@ -65,6 +65,8 @@ many, since a request that gets no thread would wait longer than ``REQUEST_WAIT_
 
 LIMIT_EXCEEDED = "it takes too much time, memory or depth to compile"
 
+Trials: TypeAlias = Sequence[Sequence[int]]
+
 Verdict: TypeAlias = tuple[str, int]
 """Why a grammar cannot be compiled, empty if it can; and its compiled size in bytes."""
 
@@ -83,19 +85,19 @@ class GrammarCheck:
     def __call__(self, text: str) -> str:
         return self.verdict(text)[0]
 
-    def verdict(self, text: str, prefill: str = "") -> Verdict:
-        """The verdict on ``text``, for output that begins with ``prefill``.
+    def verdict(self, text: str, trials: Trials = ((),)) -> Verdict:
+        """The verdict on ``text``, for outputs that begin as ``trials`` (`Grammar.trials`).
 
         Raises ``CheckUnavailable``.
         """
         verdicts = self._pool.verdicts
-        key = self._tenant, sha256(f"{text}\0{prefill}".encode()).digest()
+        key = self._tenant, sha256(f"{text}\0{trials}".encode()).digest()
         verdict = verdicts.get(key)
         if verdict is None:
             self._until = self._until or time.monotonic() + REQUEST_WAIT_SECONDS
             with self._pool.checking.place(self._tenant, self._until):
                 verdict = verdicts.get(key)  # another request may have tried it meanwhile
-                verdict = verdict or self._pool.trial(text, prefill)
+                verdict = verdict or self._pool.trial(text, trials)
             verdicts.put(key, verdict, ENTRY_BYTES + len(verdict[0]))
         return verdict
 
@@ -114,16 +116,17 @@ class WorkerPool:
         self.checking, self.writing = _Places(WIDTH), _Places(1)
         self.idle: list[_Worker] = []
 
-    def trial(self, text: str, prefill: str) -> Verdict:
+    def trial(self, text: str, trials: Trials) -> Verdict:
         """The verdict of a helper process, for the holder of a place. Raises
         ``CheckUnavailable``."""
         limits = {"limits": LIMITS, "cpu_seconds": CPU_SECONDS, "seconds": MAX_ELAPSED}
+        starts = [_in_bytes(ids) for ids in trials]
         try:
             try:
                 worker = self.idle.pop()
             except IndexError:  # another thread may have taken the last one
                 worker = _Worker()
-            answer = worker.answer({"text": text, "prefill": prefill, **limits})
+            answer = worker.answer({"text": text, "starts": starts, **limits})
         except OSError as error:
             logger.error("strict schemas and syntaxes cannot be checked: %s", error)
             raise CheckUnavailable("the helper process does not answer") from error
@@ -138,6 +141,15 @@ class WorkerPool:
     def close(self) -> None:
         while self.idle:
             self.idle.pop().kill()
+
+
+def _in_bytes(ids: Sequence[int]) -> list[int]:
+    """``ids`` as those of the helper's tokenizer: bytes, and control tokens as they are."""
+    return [
+        unit
+        for token in ids
+        for unit in ((token,) if token in vocab.CONTROL else vocab.token_bytes(token))
+    ]
 
 
 class _Worker:

@@ -44,8 +44,9 @@ STACK = 2 * 2**20
 MEMORY = 256 * 2**20
 """Bytes."""
 
-STEPS = 32
-"""Bytes of output that are tried: the states of a regular expression may grow with each."""
+STEPS, MIN_STEPS = 32, 2
+"""Bytes of output that are tried, shared among the parts of a grammar, and the least for each. The
+states of a regular expression may grow with each."""
 
 TICK = 0.01
 """Seconds between two checks of a child's size."""
@@ -85,8 +86,8 @@ def _say(answer: object) -> None:
 def _answer(question: dict[str, Any], tokenizer: LLTokenizer) -> None:
     """Tries one grammar, and ends the process.
 
-    The question: ``text``, ``prefill``, the beginning of the output, llguidance's ``limits``, and
-    the limits of CPU (``cpu_seconds``) and wall-clock time (``seconds``). The answer: the problem,
+    The question: ``text``, ``starts``, the beginnings of outputs, llguidance's ``limits``, and the
+    limits of CPU (``cpu_seconds``) and wall-clock time (``seconds``). The answer: the problem,
     empty if there is none, and the growth of the process in bytes.
     """
     before, problems = max_resident(), []
@@ -113,18 +114,22 @@ def _problem(tokenizer: LLTokenizer, question: dict[str, Any]) -> str:
     """Why the text cannot be compiled and applied to output, in one line; empty if it can."""
     from llguidance import LLMatcher, LLParserLimits
 
-    text, prefill = question["text"], question["prefill"].encode()
     limits = LLParserLimits(**question["limits"])
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    compiled = LLMatcher(tokenizer, question["text"], log_level=0, limits=limits)
+    starts = [] if compiled.is_error() else question["starts"]
+    matcher = compiled
     draws = random.Random(1)  # the same bytes each time
-    if prefill and not matcher.is_error():
-        matcher.try_consume_tokens(list(prefill))
-    for _ in range(STEPS):
-        bias = matcher.compute_logit_bias()
-        allowed = [token for token in _CANDIDATES if bias[token]]
-        if not allowed:  # the output is complete
+    for start in starts:
+        matcher = compiled.deep_copy()
+        matcher.try_consume_tokens(start)
+        for _ in range(max(MIN_STEPS, STEPS // len(starts))):
+            bias = matcher.compute_logit_bias()
+            allowed = [token for token in _CANDIDATES if bias[token]]
+            if not allowed:  # the output is complete
+                break
+            matcher.consume_token(draws.choice(allowed))
+        if matcher.is_error():
             break
-        matcher.consume_token(draws.choice(allowed))
     problem: str = matcher.get_error() if matcher.is_error() else ""
     return problem.partition("\n")[0]
 

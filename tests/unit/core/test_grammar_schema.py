@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -35,7 +35,7 @@ from vllm_mlx_harmony.core.grammar import (
 from vllm_mlx_harmony.core.grammar.any_order import rules_of
 from vllm_mlx_harmony.core.grammar.strict import strict_schema
 from vllm_mlx_harmony.core.names import Names
-from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
+from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax, Tool, Turn, User
 from vllm_mlx_harmony.core.typescript import Object, parameters, type_of
 
 HEADER = ids_of("<|channel|>final<|message|>")
@@ -425,7 +425,7 @@ def test_keywords_that_only_strict_enforces(case: str) -> None:
     wrapped = {"type": "object", "properties": {"v": schema, "w": {"type": "integer"}}}
     turn = Turn((User("Hi."),), tools=(Tool("lookup", parameters=wrapped),))
     grammar = next(weakenings(turn, Names.of(turn)))
-    assert not grammar.untrusted
+    assert not grammar.trials
     assert len(grammar.notes) == (case in UNREADABLE)
     assert all("'lookup'" in note and refused[0] in note for note in grammar.notes)
     if invalid:
@@ -437,6 +437,24 @@ def test_keywords_that_only_strict_enforces(case: str) -> None:
         with pytest.raises(RequestError, match=rf"'lookup'.*{re.escape(refused[0])}") as raised:
             grammar_of(turn, Names.of(turn), Policy.STRICT)
         assert raised.value.param == "tools"
+
+
+@pytest.mark.parametrize("prefill", [None, "{"])
+def test_trials_lead_to_the_parts_of_a_client(prefill: str | None) -> None:
+    schema = of(a={"type": "integer"})
+    tools = (
+        Tool("strict", parameters=schema, strict=True),
+        Tool("relaxed", parameters=schema),
+        Tool("freeform", syntax=Syntax("lark", 'start: "a"')),
+    )
+    turn = Turn((User("Hi."),), tools, response_format=ResponseFormat(schema, strict=True))
+    turn = replace(turn, prefill=prefill)
+    grammar = next(weakenings(turn, Names.of(turn)))
+    headers = ["final", "commentary to=functions.strict", "commentary to=functions.freeform"]
+    starts = [f"<|channel|>{header}<|message|>" for header in headers]
+    assert [*map(vocab.encoding().decode, grammar.trials)] == ([prefill] if prefill else starts)
+    for trial in grammar.trials:
+        assert all(map(compile_grammar(grammar).matcher().consume, () if prefill else trial))
 
 
 def test_strict_schema_without_values_or_too_large_is_rejected() -> None:

@@ -19,7 +19,9 @@ from grammar_texts import LARK, Schema, grammar, multiple_of
 from waiting import wait_until
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.turn import VOCAB_SIZE
+from vllm_mlx_harmony.core.grammar import weakenings
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Tool, Turn
 from vllm_mlx_harmony.server import grammar_checks, grammar_process
 from vllm_mlx_harmony.server.grammar_checks import (
     LIMIT_EXCEEDED,
@@ -67,9 +69,9 @@ def test_verdict_is_cached_for_its_tenant(
     tried: list[str] = []
     original = WorkerPool.trial
 
-    def counted(self, text, prefill):  # type: ignore[no-untyped-def]
+    def counted(self, text, trials):  # type: ignore[no-untyped-def]
         tried.append(tenant)
-        return original(self, text, prefill)
+        return original(self, text, trials)
 
     monkeypatch.setattr(WorkerPool, "trial", counted)
     for tenant in ("a", "a", "b", "a", "b"):
@@ -96,6 +98,16 @@ def test_large_valid_grammar_passes(pool: WorkerPool) -> None:
     for _ in range(60):
         deep = {"type": "object", "properties": {"x": deep}, "required": ["x"]}
     assert not GrammarCheck("large", pool)(grammar(deep))
+
+
+def test_strict_schemas_of_many_tools_pass(pool: WorkerPool) -> None:
+    pattern = {"type": "string", "pattern": r"^[a-z0-9._]+@[a-z]+\.[a-z]{2,5}$"}
+    schema = {"type": "object", "properties": {"to": pattern}, "required": ["to"]}
+    schema["additionalProperties"] = False
+    tools = tuple(Tool(f"tool_{at}", parameters=schema, strict=True) for at in range(100))
+    strongest = next(weakenings(Turn((), tools), Names.of(Turn((), tools))))
+    assert len(strongest.trials) == 100
+    assert GrammarCheck("many", pool).verdict(strongest.text, strongest.trials)[0] == ""
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])

@@ -38,7 +38,7 @@ def test_dangerous_schema_is_rejected(client: TestClient, api: str, name: str) -
     check_schema(client, api, name)
 
 
-@pytest.mark.nightly(sample=2)
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("name", LARK)
 def test_dangerous_syntax_is_rejected(client: TestClient, name: str) -> None:
     check_syntax(client, name)

@@ -40,8 +40,8 @@ llguidance rejects it, there are weaker ones (`weakenings`).
 
 *With strict*, a schema is enforced in the order of its properties, as OpenAI documents it, by
 ``%json`` (`strict`), and completely: a keyword that llguidance does not support is an error
-that names it. Such grammars are `Grammar.untrusted`: a few bytes of a schema can bring llguidance
-down, so they are to be tried in another process first.
+that names it. A few bytes of a schema can bring llguidance down, when it is compiled or when output
+reaches it, so such grammars are to be tried in another process first (`Grammar.trials`).
 
 The syntax of a freeform tool's input is enforced inside the JSON string that carries it
 (`escaped`): the prompt shows such a tool with one string parameter, and earlier calls in the

@@ -50,15 +50,18 @@ class Grammar:
 
     ``text`` is llguidance's: Lark, or a list of grammars in JSON. ``prefill_ids`` are those of
     the message body that the prompt already contains; they are fed to the matcher first. ``notes``
-    are sentences about what could not be enforced, one for each schema. ``untrusted``: it contains
-    a strict schema, a regular expression or a grammar of a client, any of which can bring
-    llguidance down. What else it has of a client are names and texts.
+    are sentences about what could not be enforced, one for each schema.
+
+    ``trials`` lead to the parts that are a client's: a strict schema, a regular expression or a
+    grammar, any of which can bring llguidance down when it is compiled, or when output reaches it.
+    Each is the beginning of an output that has such a part next. What else the text has of a client
+    are names and texts.
     """
 
     text: str
     prefill_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    untrusted: bool = False
+    trials: tuple[tuple[int, ...], ...] = ()
 
     @property
     def without_analysis(self) -> str:
@@ -145,7 +148,7 @@ def weakenings(
     strongest = next(written, None)
     if strongest is not None:
         yield strongest
-        if not strongest.untrusted:
+        if not strongest.trials:
             yield from written
             return
     try:
@@ -175,7 +178,7 @@ class _GrammarWriter:
         self._all_strict = policy is Policy.STRICT
         self._rules: list[str] = []
         self._notes: list[str] = []
-        self._untrusted = False
+        self._trials: list[tuple[int, ...]] = []
         # The rules of JSON in any order, which become ``json_0``, ``json_1``, …, each with its
         # name in notes. They may be weakened at the end, so they are not among ``_rules`` yet.
         self._values: list[tuple[str, Rules]] = []
@@ -192,8 +195,9 @@ class _GrammarWriter:
             )
         else:
             self.rule("start", f"body {_RETURN}")
-            self.body(turn.answer_format)
             prefill_ids = tuple(vocab.encode(turn.prefill))
+            if _is_clients(self.body(turn.answer_format)):
+                self._trials.append(prefill_ids)
         strongest = [rules for _, rules in self._values]
         for values in self.weakened(strongest):
             text = self.text(values)
@@ -203,7 +207,7 @@ class _GrammarWriter:
                 if value is not rules
             ]
             if len(text) <= MAX_TEXT:
-                yield Grammar(text, prefill_ids, (*self._notes, *notes), self._untrusted)
+                yield Grammar(text, prefill_ids, (*self._notes, *notes), tuple(self._trials))
 
     def text(self, values: Sequence[Rules]) -> str:
         """The whole grammar, with ``values`` as the rules of ``json_0``, ``json_1``, …"""
@@ -267,12 +271,15 @@ class _GrammarWriter:
             self.rule("start", f"{reasoned} ({' | '.join(last)})")
         if "answer" in ends:
             self.rule("answer", f'{_CHANNEL} "final" type? {_MESSAGE} body {_RETURN}')
-            self.body(turn.answer_format)
+            if _is_clients(self.body(turn.answer_format)):
+                self._trials.append(_header("final"))
         if not recipients:
             return
         after_role, after_channel = [], []
         for at, (recipient, arguments) in enumerate(recipients):
-            self.rule(f"name_{at}", recipient)
+            if _is_clients(arguments):
+                self._trials.append(_header(f"commentary to={recipient[0]}"))
+            self.rule(f"name_{at}", *map(json.dumps, recipient))
             self.rule(f"rest_{at}", f"typed? {_MESSAGE} args_{at} {_CALL}")
             self.rule(f"args_{at}", arguments)
             after_role.append(f'name_{at} (" "? {_CHANNEL} channel)? rest_{at}')
@@ -281,8 +288,8 @@ class _GrammarWriter:
         self.rule("role_call", *after_role)
         self.rule("channel_call", *after_channel)
 
-    def callables(self) -> Iterator[tuple[str, str]]:  # noqa: C901 - one case per kind of tool
-        """What the turn may call: the rule of each recipient, and that of its arguments."""
+    def callables(self) -> Iterator[tuple[list[str], str]]:  # noqa: C901 - one case per kind
+        """What the turn may call: the names of each recipient, and the rule of its arguments."""
         turn, names = self._turn, self._turn.tool_choice.names
         for tool in turn.callable_tools:
             if names is not None and tool.name not in names:
@@ -293,24 +300,24 @@ class _GrammarWriter:
             if alias not in NOT_TOOLS and alias.partition(".")[0] not in turn.builtin_namespaces:
                 forms.append(alias)
             meant = [form for form in forms if self._names.addressee(form) == tool.name]
-            yield " | ".join(map(json.dumps, meant or forms[:1])), self.arguments(tool)
+            yield meant or forms[:1], self.arguments(tool)
         for builtin in self._names.builtin if names is None else ():
             if builtin == PYTHON:
-                yield json.dumps(builtin), "text"  # gpt-oss writes code to it, not JSON
+                yield [builtin], "text"  # gpt-oss writes code to it, not JSON
             elif builtin == BROWSER:
                 for function in ("search", "open", "find"):
                     name = f"{builtin}.{function}"
                     what = f"the parameters of tool {name!r}"
-                    yield json.dumps(name), self.in_any_order(OBJECT_RULES, what)
+                    yield [name], self.in_any_order(OBJECT_RULES, what)
         for namespace in turn.namespaces:
             for recipient, tool in namespace.by_recipient.items():
                 if names is not None and recipient not in names:
                     continue
                 if namespace.name == PYTHON:
-                    yield json.dumps(recipient), "text"
+                    yield [recipient], "text"
                 else:
                     shown = as_trained(tool) if namespace.is_builtin else tool
-                    yield json.dumps(recipient), self.arguments(shown)
+                    yield [recipient], self.arguments(shown)
 
     def arguments(self, tool: Tool) -> str:
         if tool.syntax is None:
@@ -321,7 +328,8 @@ class _GrammarWriter:
         rule = self.syntax_rule(tool.syntax, what, tool.strict, tool.where, as_input=True)
         return rule or self.json_rule(_ANY_INPUT, False, what, tool.where)
 
-    def body(self, requested: ResponseFormat | None) -> None:
+    def body(self, requested: ResponseFormat | None) -> str:
+        """Adds the rule of an answer's text, and returns it."""
         body = ""
         if requested is not None:
             strict, what, where = requested.strict, "the response format", requested.where
@@ -331,6 +339,7 @@ class _GrammarWriter:
                 can_relax = not requested.strict_implied
                 body = self.json_rule(requested.schema, strict, what, where, can_relax=can_relax)
         self.rule("body", body or "text")
+        return body
 
     def json_rule(
         self,
@@ -357,7 +366,6 @@ class _GrammarWriter:
                 if can_relax and not self._all_strict:
                     problem += "; set strict to false to enforce the remaining keywords only"
                 raise RequestError(problem, param=where)
-            self._untrusted = True
             return f"%json {enforced.text}"
         rules = rules_of(schema, of_object=of_object, tenant=self._turn.tenant)
         if rules.dropped:
@@ -387,7 +395,6 @@ class _GrammarWriter:
                 self._notes.append(f"{problem}; the rest is enforced")
                 return ""
             _syntaxes.put(key, rule, len(rule))
-        self._untrusted = True
         return rule
 
     def rule_of_syntax(self, syntax: Syntax, as_input: bool) -> str:
@@ -400,6 +407,15 @@ class _GrammarWriter:
             if not problem:
                 return rule
         raise escaped.NotExpressible(f"its syntax ({problem})")
+
+
+def _is_clients(rule: str) -> bool:
+    """Whether ``rule`` is a strict schema or a syntax, which are grammars of their own."""
+    return rule.startswith(("%json", "%lark"))
+
+
+def _header(text: str) -> tuple[int, ...]:
+    return (vocab.CHANNEL, *vocab.encode(text), vocab.MESSAGE)
 
 
 _syntaxes: lru.ByteLRU[tuple[str, Syntax, bool], str] = lru.ByteLRU(2**22, most=64)

@@ -78,8 +78,8 @@ def compile_grammar(grammar: Grammar, tenant: str = "", size: int = 0) -> Compil
     A new grammar takes milliseconds, so this is not for an event loop; the GIL is released
     meanwhile.
 
-    One that is ``untrusted`` has to be compiled in another process first; ``size`` is the memory
-    that this took there, in bytes.
+    One with ``trials`` has to be tried in another process first; ``size`` is the memory that this
+    took there, in bytes.
 
     The cache is per ``tenant``, so that no timing reveals another tenant's tools.
 
