@@ -2,8 +2,9 @@
 compiles them.
 
 A small grammar can make llguidance overflow the stack, which ends the process, fill the memory, or
-take minutes. So those that contain a schema, a regular expression or a grammar of a client are
-compiled here first, under limits set by the kernel.
+take minutes, when it is compiled or when output reaches it. So grammars that contain a strict
+schema, a regular expression or a grammar of a client are compiled here first, and output is tried
+that leads to each of these parts, under limits set by the kernel.
 
 `main` runs in an interpreter started with ``-I -S``: it reads no ``.pth`` files, so nothing is
 activated, and imports only the standard library and llguidance. Standard input and output are one
