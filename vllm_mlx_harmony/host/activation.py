@@ -107,7 +107,6 @@ def _activate(args: argparse.Namespace) -> None:
         settings = ServerSettings.read()
         _reject_unusable_options(args, settings)
         several = bool(getattr(args, "models_config", None))
-        reasoning_parser = args.reasoning_parser or "harmony"
         _undo.callback(contract.deactivate)
         contract.activate(settings, args.tool_call_parser, several=several)
         enforcement.warm_up(settings.grammar)
@@ -115,8 +114,8 @@ def _activate(args: argparse.Namespace) -> None:
         # Flags that belong to the given one, for vllm-mlx's own code. Not with several models:
         # there they would change the answers of those that are not Harmony models.
         if not several:
+            args.reasoning_parser = args.reasoning_parser or "harmony"
             args.enable_auto_tool_choice = True
-            args.reasoning_parser = reasoning_parser
         logger.debug("requirements: %s", ", ".join(contract.changes()))
     except HostError:
         uninstall()

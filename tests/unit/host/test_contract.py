@@ -297,12 +297,13 @@ def test_host_without_serve_command_is_rejected() -> None:
         host.install({})
 
 
-def run_refused(capsys: pytest.CaptureFixture[str]) -> str:
+def run_refused(capsys: pytest.CaptureFixture[str], args: argparse.Namespace | None = None) -> str:
     """Runs with the flag, which exits with 2; returns the line on standard error."""
+    args = args or parse_flags("MODEL", "--tool-call-parser", "harmony")
     host.install()
     before = snapshot()
     with pytest.raises(SystemExit) as caught:
-        vllm_mlx.cli.serve_command(parse_flags("MODEL", "--tool-call-parser", "harmony"))
+        vllm_mlx.cli.serve_command(args)
     assert caught.value.code == 2
     assert [
         name for name in differences(before) if name[:2] != ("vllm_mlx.cli", "serve_command")
@@ -429,10 +430,12 @@ def test_missing_required_name_is_rejected(
     capsys: pytest.CaptureFixture[str],
     name: str,
 ) -> None:
-    """Including names that our own modules import."""
+    """Including names that our own modules import, and in a version without any other flag."""
+    no_flags = argparse.Namespace(model="MODEL", tool_call_parser="harmony")
     with monkeypatch.context() as changed:
         changed.delattr(name)
         assert ":".join(name.rsplit(".", 1)) in run_refused(capsys)
+        assert ":".join(name.rsplit(".", 1)) in run_refused(capsys, no_flags)
     assert served.calls == []
 
 
