@@ -93,7 +93,8 @@ def test_endpoint_is_detected_without_a_kind(vllm: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_required_call_is_enforced(chat: openai.OpenAI, stream: bool) -> None:
-    tool: Any = {"type": "function", "function": {"name": "order", "parameters": ORDER}}
+    function = {"name": "order", "parameters": ORDER, "strict": True}
+    tool: Any = {"type": "function", "function": function}
     request: dict[str, Any] = {
         "model": MODEL,
         "messages": QUESTION,
