@@ -35,6 +35,7 @@ import resource
 import signal
 import sys
 import threading
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,21 +117,23 @@ def _problem(tokenizer: LLTokenizer, question: dict[str, Any]) -> str:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**question["limits"])
-    compiled = LLMatcher(tokenizer, question["text"], log_level=0, limits=limits)
-    starts = [] if compiled.is_error() else question["starts"]
-    matcher = compiled
+    matcher = LLMatcher(tokenizer, question["text"], log_level=0, limits=limits)
+    starts, output = sorted(question["starts"]), list[int]()
     draws = random.Random(1)  # the same bytes each time
     for start in starts:
-        matcher = compiled.deep_copy()
-        matcher.try_consume_tokens(start)
+        if matcher.is_error():
+            break
+        # What a start shares with the one before is read once: beside many tools, it takes long.
+        shared = len(commonprefix([output, start]))  # noqa: RUF071 - of lists
+        matcher.rollback(len(output) - shared)
+        output = start[: shared + matcher.try_consume_tokens(start[shared:])]
         for _ in range(max(MIN_STEPS, STEPS // len(starts))):
             bias = matcher.compute_logit_bias()
             allowed = [token for token in _CANDIDATES if bias[token]]
             if not allowed:  # the output is complete
                 break
-            matcher.consume_token(draws.choice(allowed))
-        if matcher.is_error():
-            break
+            output.append(draws.choice(allowed))
+            matcher.consume_token(output[-1])
     problem: str = matcher.get_error() if matcher.is_error() else ""
     return problem.partition("\n")[0]
 

@@ -100,13 +100,23 @@ def test_large_valid_grammar_passes(pool: WorkerPool) -> None:
     assert not GrammarCheck("large", pool)(grammar(deep))
 
 
+def test_each_trial_is_made_from_its_own_start(pool: WorkerPool) -> None:
+    """Also behind one whose output was complete."""
+    text = f'start: "a" "b" | "ac" slow\n{LARK["terminals, 20 levels of 2"]}'
+    text = text.replace("start: T20", "slow: T20")
+    a, ac = vocab.encode("a"), vocab.encode("ac")
+    assert GrammarCheck("t", pool).verdict(text, (a, ac))[0]
+    assert not GrammarCheck("t", pool).verdict(text, (a,))[0]
+    assert GrammarCheck("t", pool).verdict('start: "a" ("b" | "c" "d")', (a, ac, ()))[0] == ""
+
+
 def test_strict_schemas_of_many_tools_pass(pool: WorkerPool) -> None:
     pattern = {"type": "string", "pattern": r"^[a-z0-9._]+@[a-z]+\.[a-z]{2,5}$"}
     schema = {"type": "object", "properties": {"to": pattern}, "required": ["to"]}
     schema["additionalProperties"] = False
-    tools = tuple(Tool(f"tool_{at}", parameters=schema, strict=True) for at in range(100))
+    tools = tuple(Tool(f"tool_{at}", parameters=schema, strict=True) for at in range(500))
     strongest = next(weakenings(Turn((), tools), Names.of(Turn((), tools))))
-    assert len(strongest.trials) == 100
+    assert len(strongest.trials) == 500
     assert GrammarCheck("many", pool).verdict(strongest.text, strongest.trials)[0] == ""
 
 

@@ -140,7 +140,7 @@ def _redis_key(kind: str, key: AnswerKey | ResourceKey) -> str:
 
 
 class Heartbeat:
-    """The heartbeat task of this server; runs while there are ``answers``."""
+    """The heartbeat task of this server, whose ``answers`` these are; runs while there are some."""
 
     def __init__(self, directory: Directory, answers: Answers) -> None:
         self._directory, self._answers = directory, answers
@@ -150,7 +150,7 @@ class Heartbeat:
         self._idle = 0  # heartbeats without an answer, since the last one began
 
     def background_begins(self, response: BackgroundResponse) -> None:
-        """``response`` begins, and its answer is one of the answers."""
+        """``response`` begins, whose answer is one of ``answers``."""
         self._sent[response] = 0
         self.answer_begins()
 

@@ -86,7 +86,8 @@ class Responses:
         return running is not None and not running.done
 
     def is_running_elsewhere(self, key: ResourceKey) -> bool:
-        """Whether another server generates the background response, if not this one. Blocks."""
+        """Whether another server generates the background response; for one that this server does
+        not. Blocks."""
         return self._sharing.runs(key)
 
     def background(self, key: ResourceKey) -> BackgroundResponse | None:
