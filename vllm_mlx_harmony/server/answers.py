@@ -24,7 +24,7 @@ class AnswerKey(NamedTuple):
 
 
 class ReasoningStop(Enum):
-    """The result of a request to end the reasoning of an answer; for a failed one, its message."""
+    """Whether the reasoning of an answer was ended; the value says why not."""
 
     ENDED = ""
     UNLIMITED = "the reasoning of this answer is not limited by the server, and cannot be ended"

@@ -3,8 +3,8 @@ compiles them.
 
 A small grammar can make llguidance overflow the stack, which ends the process, fill the memory, or
 take minutes, when it is compiled or when output reaches it. So grammars that contain a strict
-schema, a regular expression or a grammar of a client are compiled here first, and output is tried
-that leads to each of these parts, under limits set by the kernel.
+schema, a regular expression or a grammar of a client are compiled here first, and outputs that lead
+to each of these parts are tried, under limits set by the kernel.
 
 `main` runs in an interpreter started with ``-I -S``: it reads no ``.pth`` files, so nothing is
 activated, and imports only the standard library and llguidance. Standard input and output are one
@@ -47,8 +47,8 @@ MEMORY = 256 * 2**20
 """Bytes."""
 
 STEPS, MIN_STEPS = 32, 2
-"""Bytes of output that are tried, shared among the parts of a grammar, and the least for each. The
-states of a regular expression may grow with each."""
+"""Bytes that are tried behind all starts of a grammar together, and the least behind each. The
+states of a regular expression may grow with each byte."""
 
 TICK = 0.01
 """Seconds between two checks of a child's size."""

@@ -193,9 +193,8 @@ def test_running_answers_end_with_message_before_exit(start: Start, standin_dir:
             assert started.wait(60)
         for client in WHOLE:
             clients[client.__name__] = pool.submit(client, server, model, lambda: None)
-        wait_until(
-            lambda: sum(server.requests()) == len(clients), "all answers to begin"
-        )  # whole ones, too
+        # Those that are not streamed, too.
+        wait_until(lambda: sum(server.requests()) == len(clients), "all answers to begin")
         for name, future in clients.items():
             future.add_done_callback(partial(note_end, name))
         signalled = time.monotonic()

@@ -52,10 +52,10 @@ class Grammar:
     the message body that the prompt already contains; they are fed to the matcher first. ``notes``
     are sentences about what could not be enforced, one for each schema.
 
-    ``trials`` lead to the parts that are a client's: a strict schema, a regular expression or a
-    grammar, any of which can bring llguidance down when it is compiled, or when output reaches it.
-    Each is the beginning of an output that has such a part next. What else the text has of a client
-    are names and texts.
+    Each of ``trials`` is the beginning of an output that continues with a strict schema, a regular
+    expression or a grammar of the client. Any of these can bring llguidance down, when it is
+    compiled or when output reaches it. All else that a client puts into the grammar is names and
+    texts.
     """
 
     text: str

@@ -94,8 +94,8 @@ class BackgroundResponse:
         return dict(enumerate(self.events[start:], start))
 
     async def follow(self, start: int = 0) -> AsyncGenerator[Event, None]:
-        """Yields the events from number ``start`` to the last as they arrive, and in a silence that
-        the response is running."""
+        """Yields the events from number ``start`` on, as they arrive. During a silence, an event
+        says that the response is running."""
         while True:
             while start < len(self.events):
                 yield self.events[start]

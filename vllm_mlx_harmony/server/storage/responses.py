@@ -86,8 +86,8 @@ class Responses:
         return running is not None and not running.done
 
     def is_running_elsewhere(self, key: ResourceKey) -> bool:
-        """Whether another server generates the background response; for one that this server does
-        not. Blocks."""
+        """Whether another server generates the background response, given that this one does not.
+        Blocks."""
         return self._sharing.runs(key)
 
     def background(self, key: ResourceKey) -> BackgroundResponse | None:
@@ -130,8 +130,8 @@ class Responses:
     async def follow(
         self, found: BackgroundResponse | StoredResponse, start: int
     ) -> AsyncGenerator[Event, None]:
-        """The events from number ``start`` to the last as they arrive, and in a silence that the
-        response is running. Raises ``RequestError`` if there are no events."""
+        """The events from number ``start`` on, as they arrive. During a silence, an event says that
+        the response is running. Raises ``RequestError`` if there are no events."""
         if isinstance(found, BackgroundResponse):
             return found.follow(start)
         if (

@@ -62,11 +62,11 @@ class Sharing(Protocol):
         follow, cancel and delete it."""
 
     def runs(self, key: ResourceKey) -> bool:
-        """Whether one of several servers, be it this one, generates the response, or may do so as
-        far as is known."""
+        """Whether any server, this one included, generates the response; also true if that cannot
+        be found out."""
 
     def has_events(self, key: ResourceKey) -> bool:
-        """Whether one of several servers generates the response, or its events are still known."""
+        """Whether any server generates the response, or its events are still known."""
 
     def events(self, key: ResourceKey, start: int) -> list[Event]:
         """The known events of the response from number ``start`` on."""
